@@ -65,7 +65,10 @@ def open_engine(
 
 @contextmanager
 def _log_directory(path: str | Path | None) -> Iterator[Path]:
-    """Yield the directory `path` for logs; without a path a temporary one, which is removed afterwards."""
+    """Yield the directory `path` for logs.
+
+    If it is None, yield a temporary directory, which is deleted afterwards unless the block raises.
+    """
     if path is not None:
         yield Path(path).expanduser()
         return
@@ -164,7 +167,10 @@ def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
 
 
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
-    """Return the specification of an open engine; None for None. Raises JobError for another object."""
+    """Return the specification of an open engine; None if `engine` is None.
+
+    Raises JobError for another object.
+    """
     if engine is None:
         return None
     if not isinstance(engine, OpenEngine):

@@ -25,6 +25,7 @@ class Stream(AsyncIterator[dict[str, Any]]):
         return await anext(self._rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        # A plain `for` needs an event loop of its own, in another thread.
         async def next_row() -> dict[str, Any] | None:
             return await anext(self._rows, None)
 

@@ -61,6 +61,7 @@ def results_of(
                 raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
             paths = [str(input_file)]
         input_spec = InputSpec(path=paths)
+        # If a path is the run directory of an earlier run, its merged results are the input.
         files = with_merged_results(input_spec.path)
         dataset = Dataset(input_spec, copies=RunDir(run_path).copies, paths=files)
         job = call.job(dataset.schema, paths, run_path)
@@ -91,7 +92,8 @@ def _no_results(job: Job, dataset: Dataset) -> pa.Table:
     with closing(functions) if functions else nullcontext():
         plan = plan_answers(job, functions)
         renderer = Renderer(job, dataset, plan, functions)
-        AnswerConditions(job, plan, dataset.schema.names)  # Raises JobError for a faulty `accept`.
+        # The constructor raises JobError for a faulty `accept`.
+        AnswerConditions(job, plan, dataset.schema.names)
     return schema_of_run(renderer.carried_schema, plan).empty_table()
 
 

@@ -242,7 +242,8 @@ def engine(
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(verbose=verbose)
-    # A job must have an input, a prompt and an output, which a model without a job file does not use.
+    # A job must have an input, a prompt and an output. If the source is a model instead of a job file, these
+    # are placeholders, which are never used.
     unused_parts = {"input": {"path": "-"}, "prompt": {"text": "-"}, "output": {"path": "-"}}
     is_job = source.endswith((".yaml", ".yml", ".json"))
     job_source = source if is_job else {**unused_parts, "engine": source}
@@ -254,12 +255,14 @@ def engine(
     job = load_job(job_source, overrides=[*options, *(overrides or ())])
     if launched_model(job.engine) is None:
         raise JobError(f"engine: kind {job.engine.kind} starts no server", hint="give a model")
+    # The servers take their key from this variable.
     key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_hex(24))
     with open_engine(job.engine, task=job.task) as open_server, contextlib.suppress(KeyboardInterrupt):
         tell(f"the engine is ready until Ctrl-C; its users need: export {API_KEY_VARIABLE}={key}")
         model_gateway = getattr(open_server.shared.engine, "gateway", None)
         show(open_server.info.routes if model_gateway is None else (model_gateway.url,))
-        threading.Event().wait()  # Nothing sets the event, so only Ctrl-C ends the wait.
+        # The event is never set, so only Ctrl-C ends this wait.
+        threading.Event().wait()
 
 
 def serve(

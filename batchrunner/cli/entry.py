@@ -68,6 +68,7 @@ class CommandGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert `run` before a job file; raises JobError for a word that looks like a misspelt command."""
         args = args or ["--help"]
+        # The first word that is not an option is a command or a job file; `-` is a job on standard input.
         is_word = [arg == "-" or not arg.startswith("-") for arg in args]
         if True in is_word and args[0] not in _OPTIONS_OF_BATCHRUN:
             position = is_word.index(True)
@@ -92,6 +93,7 @@ class CommandGroup(TyperGroup):
         With `standalone_mode=False` the exit code is returned instead. With `--json` among the arguments, an
         error is also printed as a JSON object on standard output.
         """
+        # The parameters of typer's own `main`, which may come by position.
         options = {**dict(zip(("args", "prog_name"), positional, strict=False)), **options}
         args = options.pop("args", None)
         words = list(sys.argv[1:] if args is None else args)
@@ -107,7 +109,7 @@ class CommandGroup(TyperGroup):
             hint = f"{command} --help describes the arguments"
             usage_error = JobError(error.format_message().rstrip("."), hint=hint)
             code = tell_failure(usage_error, as_json=as_json, cause=error)
-        except typer.Abort as abort:  # typer raises it in place of an EOFError, which no command foresees
+        except typer.Abort as abort:  # typer raises Abort in place of an EOFError, which no command expects
             raise (abort.__cause__ or abort) from None
         if exits:
             sys.exit(code)
@@ -135,6 +137,7 @@ class Interrupts:
         self._count += 1
         if self._count > 1:
             _end_process()
+        # End the process later if the command has not ended by then.
         timer = threading.Timer(TIMING.stop_at_once, _end_process)
         timer.daemon = True
         timer.start()
@@ -165,7 +168,8 @@ class _NoPandas:
 
 def start(app: Typer) -> NoReturn:
     """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
-    sys.meta_path.insert(0, _NoPandas)  # Hooks are asked in order, so this one comes before Python's own.
+    # Python asks import hooks in order, so _NoPandas must come before Python's own.
+    sys.meta_path.insert(0, _NoPandas)
     open_standard_streams()
     with SignalWatch(Interrupts().receive):
         code = _run(app)
@@ -194,7 +198,8 @@ def _run(app: Typer) -> int:
         app()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:  # The Ctrl-C came before the command began, or after its end.
+    # The user pressed Ctrl-C before the command began, or after its end.
+    except KeyboardInterrupt:
         return tell_failure(interrupted(), as_json=wants_json(sys.argv[1:]))
     except Exception as failure:  # noqa: BLE001 - a defect, which the user reports
         return tell_failure(unforeseen(failure), as_json=wants_json(sys.argv[1:]), cause=failure)

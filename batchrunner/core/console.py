@@ -37,7 +37,8 @@ def escaped(text: str) -> str:
     """
 
     def escape(match: re.Match[str]) -> str:
-        return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")  # json.dumps keeps DEL as it is
+        # json.dumps does not escape DEL.
+        return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")
 
     return _CONTROL_CHARACTERS.sub(escape, text)
 
@@ -90,7 +91,7 @@ class StandardStream(io.TextIOWrapper):
         super().__init__(
             io.BufferedWriter(raw),
             encoding=encoding or "utf-8",
-            errors="backslashreplace",  # a file name may contain invalid UTF-8
+            errors="backslashreplace",  # File names with invalid UTF-8 must be printable too.
             line_buffering=True,
         )
         self.failure: OSError | None = None
@@ -120,6 +121,7 @@ def open_missing_descriptors() -> None:
         try:
             os.fstat(number)
         except OSError:
+            # The new descriptor is the lowest free one, which is usually `number` already.
             descriptor = os.open(os.devnull, os.O_RDWR)
             if descriptor != number:
                 os.dup2(descriptor, number)
@@ -132,7 +134,7 @@ def open_standard_streams() -> None:
     open_missing_descriptors()
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open until the process ends
-    # A stream that a test has replaced stays as it is.
+    # A test may have replaced a stream. Such a stream is kept.
     if sys.stdout is sys.__stdout__:
         sys.stdout = StandardStream(1, getattr(sys.stdout, "encoding", None))
     if sys.stderr is sys.__stderr__:
@@ -142,7 +144,7 @@ def open_standard_streams() -> None:
 def lost_output() -> str | None:
     """Flush standard output and error; return the reason why standard output is incomplete, or None.
 
-    Output to a closed pipe counts as complete, because the reader of the pipe has read all that it wants.
+    Output to a closed pipe counts as complete, because its reader (`head`, for example) needs no more.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -171,7 +173,7 @@ def duration(seconds: float) -> str:
 def background_line(background: Mapping[str, Any]) -> str:
     """Describe how a background run and the users of the server shared the engine's time.
 
-    `background` is the value of this key in report.json.
+    `background` is the section `background` of report.json.
     """
     our_share, users_share = background["our_share"], background["users_share"]
     line = f"engine: {our_share:.0%} of its time for this run, {users_share:.0%} for its users"
@@ -209,7 +211,7 @@ def unforeseen(failure: BaseException) -> BatchrunError:
     path = _write_traceback(failure)
     return BatchrunError(
         f"unforeseen error: {summary}: the traceback is in {path}",
-        hint="report the error with that file; finished rows are kept: run the same command again to resume",
+        hint="report the error with that file; finished rows are kept, so the same command resumes the run",
     )
 
 

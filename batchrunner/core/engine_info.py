@@ -29,7 +29,7 @@ class TokenizerInfo:
     cuts: bool = False
     """Whether the engine truncates a prompt that is too long, instead of refusing it."""
     longest_prompt: int | None = None
-    """Limit of prompt tokens: a prompt must have fewer tokens. None if there is no limit."""
+    """Exclusive limit of the number of prompt tokens; None if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class EngineInfo:
     connections: int | None = None
     """Limit of HTTP requests that are open at the same time over all routes; None for no limit."""
     connections_by: str | None = None
-    """Source of the limit `connections`, as words in messages."""
+    """Where the limit `connections` comes from, in words for messages."""
     takes_images: bool | None = None
     """Whether the model accepts images in prompts."""
     takes_audio: bool | None = None
@@ -85,8 +85,8 @@ class EngineInfo:
     only_short_share: str | None = None
     """Reason why only rows with short outputs may share a request; None if all rows may."""
     prefix_rows_alone: bool = False
-    """Whether a row that shares a prefix with other rows needs a request of its own. A gateway that chooses
-    the server by the prompt looks at the first prompt of a request only."""
+    """Whether a row that shares a prefix with other rows must be sent in a separate request. A gateway that
+    chooses the server by the prompt needs this, because it reads only the first prompt of a request."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Reasons why the engine cannot do a part of a job, by the name of the part, such as `prompt.images`."""
     no_thinking_budget: str | None = None
@@ -121,7 +121,7 @@ class SchedulerLoad:
     route: str = "engine"
     """Route by which requests reach the scheduler."""
     taken_at: float | None = None
-    """Time of the reading by the scheduler's clock. Two polls with an equal time returned the same
+    """Time of the reading by the scheduler's clock. If two polls have the same time, they returned the same
     reading."""
     work: float | None = None
     """Counter that grows with the scheduler's forward passes; None if the engine has no such counter."""
@@ -146,9 +146,9 @@ class Incident(NamedTuple):
     """An event in the life of a server during a run, for the event log."""
 
     what: Literal["recalled", "died", "healed", "hangs", "back", "lost", "adapts", "adapted"]
-    """Kind of the event. A `recalled` server was started with the safer flags of an earlier run, a `healed`
-    one restarted with safer flags. `adapts` is a restart with other flags, `adapted` a measurement of their
-    effect."""
+    """Kind of the event. `recalled`: the server was started with the safer flags that an earlier run found.
+    `healed`: the server was restarted with safer flags. `adapts`: flag tuning restarts the server with other
+    flags. `adapted`: flag tuning measured the effect of these flags."""
     who: str
     """Name of the server in log lines, or its URL."""
     why: str = ""
@@ -157,10 +157,10 @@ class Incident(NamedTuple):
 
 
 USUAL_MAX_RUNNING = 256
-"""Limit of running requests from which a scheduler's healthy queue is QueueBand's default. For a scheduler
-with a lower limit, the queue is scaled down."""
+"""Minimum limit of running requests for which a scheduler gets the default QueueBand. A scheduler with a
+lower limit gets a smaller band (`QueueBand.scaled`)."""
 LEAST_LOW = 8
-"""Minimum of the lower end of a scaled QueueBand, in queued requests."""
+"""Minimum value of `QueueBand.low` after scaling, in queued requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +170,14 @@ class QueueBand:
     low: int = 100
     high: int = 2000
     why: str = "SGLang's tuning guide"
-    """Source of the two numbers, as words in messages."""
+    """Where `low` and `high` come from, in words for messages."""
 
     def scaled(self, max_running: int | None) -> QueueBand:
-        """Return the range for a scheduler with this limit of running requests."""
+        """Return the range for a scheduler that runs at most `max_running` requests; None means no limit."""
         if max_running is None or max_running >= USUAL_MAX_RUNNING:
             return self
         share = max_running / USUAL_MAX_RUNNING
-        # The minimums LEAST_LOW and 4 * low keep the range of a small scheduler wide enough to be met.
+        # LEAST_LOW and 4 * low keep the range wide enough that the queue of a small scheduler can stay in it.
         low = min(self.low, max(LEAST_LOW, round(self.low * share)))
         high = min(self.high, max(4 * low, round(self.high * share)))
-        return QueueBand(low, high, f"scaled down: the scheduler runs {max_running} at once")
+        return QueueBand(low, high, f"scaled down: the scheduler runs at most {max_running} requests")

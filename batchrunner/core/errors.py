@@ -30,16 +30,16 @@ def hidden(text: str) -> str:
 
 
 def first_line(failure: BaseException) -> str:
-    """Return the first line of an error's text, or its class for an error without a text.
+    """Return the first line of an error's text, or the name of its class if the text is empty.
 
-    Libraries add a stack trace or more advice below that line.
+    The lines below it are dropped, because libraries write a stack trace or advice there.
     """
     text = str(failure).strip()
     return text.splitlines()[0] if text else type(failure).__name__
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra. It needs a clone: no package index has this package."""
+    """Return the command that installs an extra in a clone, because no package index has this package."""
     return f"in a clone of batchrunner: pip install -c constraints.txt '.[{extra}]'"
 
 
@@ -69,16 +69,16 @@ class BatchrunError(Exception):
     """Report of the rows that are done; None if the run had not started."""
 
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
-        """Take the message, and a `hint` that tells the user what to do or what may have been meant.
+        """Create an error. `hint` tells the user what to do, or what they may have meant.
 
-        The text of the error is the message, followed by the hint if the message does not contain it.
+        The text of the error is the message, followed by the hint unless the message contains it.
         """
         message = hidden(message)
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
         self.message = message
         self.hint = hint or self.advice
         self.faults: list[str] = []
-        """The faults, if the text has a line for each of several faults; otherwise empty."""
+        """The lines of the text if it describes several faults; empty if it describes one."""
 
 
 def interrupted() -> BatchrunError:
@@ -122,16 +122,18 @@ class Faults:
             self.add(error)
 
     def raise_all(self) -> None:
-        """Raise the recorded errors, if any: one as it is, several as one error with a line for each."""
-        if len(self._errors) > 1:
-            faults = dict.fromkeys(
-                fault for error in self._errors for fault in (error.faults or [str(error)])
-            )
-            combined = type(self._errors[0])("\n".join(faults))
-            combined.faults = [*faults]
-            raise combined
+        """Raise the recorded error, if any. Several errors become one error with a line for each fault."""
+        if not self._errors:
+            return
+        if len(self._errors) == 1:
+            raise self._errors[0] from None
+        faults: list[str] = []
         for error in self._errors:
-            raise error from None
+            faults += error.faults or [str(error)]
+        distinct_faults = [*dict.fromkeys(faults)]
+        combined = type(self._errors[0])("\n".join(distinct_faults))
+        combined.faults = distinct_faults
+        raise combined
 
 
 class OutputError(BatchrunError):
@@ -239,7 +241,7 @@ class StoreRequestError(OSError):
 
 
 def or_away(error: BatchrunError, failure: BaseException) -> BatchrunError:
-    """Return `error`, or a StoreAwayError with its message if `failure` says that the store may come back."""
+    """Return `error`, or a StoreAwayError with the same message if `failure` shows that the store is away."""
     return StoreAwayError(error.message) if getattr(failure, "is_away", False) else error
 
 
@@ -265,7 +267,7 @@ class RequestError(Exception):
     """Body of the reply that refused the row; None if no reply refused it."""
 
     def __init__(self, message: str) -> None:
-        """Take the message."""
+        """Create an error; secrets in the message are hidden."""
         super().__init__(hidden(message))
 
 
@@ -291,7 +293,7 @@ class EngineBusyError(RequestError):
     """The engine refused the row for now (status 429 or 502 to 504, or no connection)."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        """Take the message, and the pause in seconds that the server asks for."""
+        """Create an error. `retry_after_s` is the pause in seconds that the server asks for."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 

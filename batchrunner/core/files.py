@@ -46,6 +46,7 @@ def known_format(path: str) -> FileFormat | None:
         suffixes.pop()
     ending = suffixes[-1] if suffixes else ""
     kind = ENDINGS.get(ending)
+    # A name such as x.parquet.gz is unknown, because Parquet compresses inside the file.
     if kind is None or (kind == "Parquet" and compression):
         return None
     return FileFormat(kind, ending, compression)
@@ -73,14 +74,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def cache_directory() -> Path:
     """Return the directory of this package's files, in XDG_CACHE_HOME or ~/.cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
+    if not base.is_absolute():  # The XDG specification says that a relative path is ignored.
         base = Path.home() / ".cache"
     return base / "batchrunner"
 
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Matches the beginning of a URI. One slash is enough, because a `Path` that is made from a URI keeps only
-one slash of the two."""
+"""Matches the beginning of a URI. One slash is enough, because `Path` turns the two slashes of a URI into
+one."""
 
 
 def is_uri(text: str) -> bool:

@@ -38,10 +38,10 @@ class HookPool:
         self._waiting: dict[str, list[tuple[Arguments, asyncio.Future[HookResult]]]] = {}
         self._senders: dict[str, set[asyncio.Task[None]]] = {}
         self.facts: dict[str, HookFacts] = {}
-        """Properties of the functions by their places in the job, such as `prompt.python`."""
+        """Properties of the functions, keyed by job field, such as `prompt.python`."""
 
     def open(self) -> None:
-        """Load the functions in a first process; raises JobError if a function cannot be called."""
+        """Start the first process, which loads the functions; raises JobError if one cannot be called."""
         try:
             self._threads.submit(self._process).result()
         except HookLostError as failure:
@@ -54,11 +54,12 @@ class HookPool:
     def call_many(
         self, place: str, rows: Sequence[Arguments], is_stopped: Callable[[], object] = lambda: False
     ) -> list[HookResult]:
-        """Call the function at `place` in the job with each row, and return the results in order. Blocks.
+        """Call the function of the job field `place` with each row, and return the results in order. Blocks.
 
-        Once `is_stopped`, which may raise, returns true, results of the last rows may be missing. Raises
-        HookLostError if the functions can no longer be loaded.
+        `is_stopped` is polled during the calls. Once it returns true, the results of the last rows may be
+        missing. It may also raise. Raises HookLostError if the functions can no longer be loaded.
         """
+        # Divide the rows evenly among the processes, rounded up.
         chunk_rows = max(1, min(CHUNK_ROWS, -(-len(rows) // self.most_processes)))
         chunks = [
             self._submit(place, rows[start : start + chunk_rows]) for start in range(0, len(rows), chunk_rows)
@@ -73,14 +74,14 @@ class HookPool:
                     break
                 results += chunk.result()
         except CancelledError:
-            pass  # The pool was closed: the caller gets the results so far.
+            pass  # The pool was closed. Return the results so far.
         finally:
             for chunk in chunks:
                 chunk.cancel()
         return results
 
     async def call(self, place: str, *row: Any) -> Any:
-        """Call the function at `place` in the job with one row, and return its result.
+        """Call the function of the job field `place` with one row, and return its result.
 
         Calls that wait at the same time are sent to a process together. Raises RowRefusedError if the call
         fails, and HookLostError if the functions can no longer be loaded.
@@ -104,14 +105,15 @@ class HookPool:
             processes = [*self._processes]
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            process.kill()  # The thread that waits for the process then ends, too.
+            process.kill()  # This ends the wait of the pool's thread for an answer of the process.
         self._threads.shutdown()
         for process in processes:
             process.close()
 
     async def _send_waiting(self, place: str) -> None:
-        """Send the waiting calls of the function at `place` in chunks until no call waits."""
-        await asyncio.sleep(0)  # Calls made in the same turn of the loop share a chunk.
+        """Send the waiting calls of the function of `place` in chunks until no call waits."""
+        # Let all calls of the present iteration of the event loop join the first chunk.
+        await asyncio.sleep(0)
         while waiting := self._waiting.get(place):
             chunk, self._waiting[place] = waiting[:CHUNK_ROWS], waiting[CHUNK_ROWS:]
             try:
@@ -126,26 +128,29 @@ class HookPool:
                         result.set_exception(failure)
                 continue
             for (_, result), value in zip(chunk, results, strict=True):
-                if not result.done():  # It is done already if the caller was cancelled.
+                if not result.done():  # The future of a cancelled caller is done already.
                     result.set_result(value)
 
     def _submit(self, place: str, rows: Sequence[Arguments]) -> Future[list[HookResult]]:
-        """Have a process call the function at `place` with these rows; return the future of the results.
+        """Have a process call the function of `place` with these rows; return the future of the results.
 
         If the pool is closed, the future is cancelled.
         """
         try:
             return self._threads.submit(self._results, place, rows)
-        except RuntimeError:  # The pool is closed.
+        except RuntimeError:  # A closed ThreadPoolExecutor accepts no work.
             future: Future[list[HookResult]] = Future()
             future.cancel()
             return future
 
     def _results(self, place: str, rows: Sequence[Arguments]) -> list[HookResult]:
-        """Return a result for each row; a row that ends its process gets an error."""
+        """Call the function of `place` with each row in this thread's process, and return the results.
+
+        A row that ends the process gets an error as its result, and a new process calls the other rows.
+        """
         results: list[HookResult] = []
-        number = [*self.facts].index(place)  # A process numbers the functions in the order of `facts`.
-        # A process may return the results of only the first rows, see FLUSH_S.
+        number = [*self.facts].index(place)  # The process identifies a function by its index in `facts`.
+        # A call of the process may return after FLUSH_S with the results of only the first rows.
         while len(results) < len(rows):
             try:
                 results += self._process().call(number, rows[len(results) :])
@@ -153,13 +158,13 @@ class HookPool:
                 if self._is_closed:
                     raise CancelledError from None
                 if len(rows) > 1:
-                    # One of the rows ended the process. To learn which, call the function with each alone.
+                    # One of the remaining rows ended the process. Send each row alone to find out which.
                     return results + [self._results(place, [row])[0] for row in rows[len(results) :]]
                 results = [HookResult(None, f"{place}: {self.facts[place].name}: {failure}")]
         return results
 
     def _process(self) -> HookProcess:
-        """Return the process of this thread, a new one if the thread has no process that can take rows.
+        """Return the process of this thread. Start a new one if the thread has none that can take rows.
 
         Raises HookLostError if a new process cannot load the functions.
         """

@@ -40,7 +40,7 @@ class HookProcess:
     """A worker process. One thread owns it and calls its methods, which block; it dies with that thread."""
 
     def __init__(self, setup: WorkerSetup, step_descriptor: int | None = None) -> None:
-        """Start the process. `facts` then sends it the setup, with which the process loads the functions.
+        """Start the process. It loads the functions once `facts` has sent it the setup.
 
         `step_descriptor` is the file descriptor of the step memory, see `rollout_worker`. A process with step
         memory runs rollouts, a process without step memory plain calls.
@@ -49,7 +49,8 @@ class HookProcess:
         self.is_fit = True
         """Whether the process can take rows. A process that died, timed out or ran out of memory cannot."""
         our_end, its_end = socket.socketpair()
-        paths = [*setup.directories, *map(os.path.abspath, sys.path)]  # "" is the current directory
+        # Absolute paths, because `sys.path` has "" for the directory that is the current one now.
+        paths = [*setup.directories, *map(os.path.abspath, sys.path)]
         code = (
             f"import sys; sys.dont_write_bytecode = True; sys.path[:] = {paths!r}; "
             f"from batchrunner.core.hook_worker import main; main({its_end.fileno()}, {step_descriptor})"
@@ -87,9 +88,9 @@ class HookProcess:
         return facts
 
     def call(self, number: int, rows: Sequence[Arguments]) -> list[HookResult]:
-        """Call the function of this number with each of these rows, in order, and return the results.
+        """Call function `number` (its index in `facts`) with each row, and return the results in order.
 
-        After FLUSH_S the process stops early, and returns the results of the first rows only. Raises
+        After FLUSH_S the process stops early, and returns only the results of the first rows. Raises
         ProcessEndedError if the process ends or exceeds the time limit of the call.
         """
         limit_s = self._setup.limit_s
@@ -105,12 +106,13 @@ class HookProcess:
     def close(self) -> None:
         """Kill the process and wait for its end.
 
-        Only the thread that owns the process may call this method, or any thread after that one has ended.
+        Only the thread that owns the process may call this method. After its end, any thread may.
         """
         self.kill()
         self._process.wait()
         self.channel.close()
-        self._printing.join(1.0)  # A program that a function started may keep the output open for longer.
+        # A program that a function started may keep the output open, so do not wait for longer.
+        self._printing.join(1.0)
 
     def has_ended(self) -> bool:
         """Tell whether the process has ended. A child of an ended process may still keep the channel open."""
@@ -134,7 +136,7 @@ class HookProcess:
         Raises ProcessEndedError if the process ends, or does not reply within `limit_s`. `limit_name` names
         the limit in the message.
         """
-        # The worker ends a call at its limit itself, and may have worked on earlier rows before that call.
+        # The worker itself ends a call after `limit_s`. Before that, it may spend FLUSH_S on other rows.
         ends_at = time.monotonic() + limit_s + FLUSH_S + TIMING.hook_end
         # An EOFError or OSError means that the process has closed its end of the channel.
         with contextlib.suppress(EOFError, OSError):

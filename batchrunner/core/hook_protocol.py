@@ -47,10 +47,10 @@ class Channel:
     """One end of the socket between a run and a worker, for a thread that may block."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over the socket."""
+        """Send and receive frames on `connection`, which `close` closes."""
         self.socket = connection
         self._reader = connection.makefile("rb")
-        self._poll = select.poll()  # select.select() fails for descriptors above 1023
+        self._poll = select.poll()  # Unlike select.select(), it accepts descriptors above 1023.
         self._poll.register(connection, select.POLLIN)
 
     def send(self, *values: Any) -> None:
@@ -58,7 +58,7 @@ class Channel:
         self.socket.sendall(frame(*values))
 
     def can_receive(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for a frame; tell whether data, or the end of the stream, can be read."""
+        """Wait at most `timeout_s` seconds; tell whether data, or the end of the stream, can be read."""
         return bool(self._poll.poll(1000 * timeout_s))
 
     def receive(self) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class HookFacts(NamedTuple):
     """Properties of a loaded Python function of a job."""
 
     where: str
-    """Place of the function in the job, such as `prompt.python`."""
+    """Job field that names the function, such as `prompt.python`."""
     name: str
     """Name of the function in messages, `module:function`."""
     columns: tuple[tuple[str, Any], ...] = ()
@@ -116,8 +116,8 @@ class WorkerSetup(NamedTuple):
     """Everything that a worker process needs before its first call."""
 
     load: Callable[[], tuple[Sequence[HookFacts], Sequence[Callable[..., Any]]]]
-    """Returns the properties of the functions, and the functions, which may raise UnusableValueError. Raises
-    HookLoadError."""
+    """Loads the functions. Returns their properties, and the functions themselves, which may raise
+    UnusableValueError. Raises HookLoadError."""
     names: str
     """Names of the functions, for messages."""
     directories: tuple[str, ...]
@@ -125,24 +125,28 @@ class WorkerSetup(NamedTuple):
     limit_s: float
     """Time limit of one call, in seconds."""
     memory_bytes: int
-    """Memory limit of the worker, beyond the memory of its imported modules."""
+    """Memory limit of the worker in bytes, beyond the memory of its imported modules."""
 
 
 class CallTooLongError(BaseException):
-    """A call exceeded its time limit. This is a BaseException, which `except Exception` does not catch."""
+    """A call exceeded its time limit. As a BaseException, it passes `except Exception` in user code."""
 
 
 def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> str:
-    """Return the row's error for an exception of a function: place, file and line, class, message."""
+    """Return the error text of a row for which the function of the job field `place` raised `failure`.
+
+    The text has the field, the file and line in the user's code, the class of the exception and its message.
+    """
     if isinstance(failure, UnusableValueError):
         return f"{place}: {failure}"
     frames = traceback.extract_tb(failure.__traceback__)
-    while isinstance(failure, BaseExceptionGroup):  # asyncio.TaskGroup raises a group of the real errors.
+    # asyncio.TaskGroup wraps the exceptions of its tasks in a group. Report the first of them.
+    while isinstance(failure, BaseExceptionGroup):
         failure = failure.exceptions[0]
         frames += traceback.extract_tb(failure.__traceback__)
     file = ""
     line: int | None = None
-    for frame_summary in frames:  # The last frame in the user's code is the line that helps the user.
+    for frame_summary in frames:  # The last frame in the user's code shows the line to correct.
         if not frame_summary.filename.startswith(_OTHERS_CODE):
             file, line = frame_summary.filename, frame_summary.lineno
     if isinstance(failure, SyntaxError):

@@ -57,7 +57,8 @@ def main(descriptor: int, step_descriptor: int | None) -> None:
 
 def _prepare_process() -> None:
     """Set up this process before the user's code runs in it."""
-    # The process is killed when the thread that owns it ends. Without prctl, its next read fails instead.
+    # The kernel kills this process when the thread that owns it ends. Without prctl, the next read of the
+    # channel fails instead.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _leave_stop_signals_to_the_run()
@@ -82,9 +83,10 @@ def _answer_calls(
 def _call_all(
     function: Callable[..., Any], place: str, rows: Sequence[tuple[Any, ...]], limit_s: float
 ) -> tuple[list[HookResult], bool]:
-    """Return the results of the first rows, and whether this process can take further rows.
+    """Call the function with each row; return the results, and whether this process can take further rows.
 
-    The remaining rows are not called after FLUSH_S, or once the process cannot take further rows.
+    The calls end early after FLUSH_S, or once the process cannot take further rows. The results are then
+    those of the first rows.
     """
     results: list[HookResult] = []
     process, flush_at = os.getpid(), time.monotonic() + FLUSH_S
@@ -96,10 +98,10 @@ def _call_all(
                 result = HookResult(function(*row))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                if os.getpid() != process:  # The function has forked, and this is the child process.
+                if os.getpid() != process:  # The function forked and came back in the child process, too.
                     os._exit(0)
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything, SystemExit too
-            # A function that was interrupted at any point may still hold a lock.
+            # A function that was interrupted may still hold a lock, so a later call could hang.
             is_fit = not isinstance(failure, (CallTooLongError, MemoryError))
             result = HookResult(None, failure_text(place, failure, limit_s))
         results.append(result)
@@ -117,10 +119,12 @@ def _leave_stop_signals_to_the_run() -> None:
 
     def restore_in_child() -> None:
         for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # multiprocessing ends child processes by SIGTERM.
+            # multiprocessing ends its child processes by SIGTERM, so they must not ignore the signal.
+            signal.signal(number, signal.SIG_DFL)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # Programs that a function starts would inherit SIG_IGN.
+        # An empty handler, because programs that a function starts would inherit SIG_IGN.
+        signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=restore_in_child)
 
 
@@ -131,7 +135,7 @@ def _limit_memory(extra_bytes: int) -> None:
     """
     with contextlib.suppress(OSError, OverflowError, ValueError):
         sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        limit = (int(sizes["VmData"].split()[0]) << 10) + extra_bytes
+        limit = (int(sizes["VmData"].split()[0]) << 10) + extra_bytes  # VmData is in KiB.
         _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
         if hard_limit != resource.RLIM_INFINITY:
             limit = min(limit, hard_limit)

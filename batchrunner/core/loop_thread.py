@@ -37,7 +37,7 @@ class LoopWork(Generic[T]):
         self._is_cancelled = False
         self.result: Future[T] = Future()
         """Completes when the coroutine has ended, with a BatchrunError if it was cancelled."""
-        self.result.set_running_or_notify_cancel()  # From now on, nobody can cancel this future.
+        self.result.set_running_or_notify_cancel()  # Nobody can cancel a running future.
         loop.call_soon_threadsafe(self._begin, work)
         if (stop := STOP.get()) is not None:
             stop.add_done_callback(lambda _: self.cancel())
@@ -45,7 +45,7 @@ class LoopWork(Generic[T]):
     def cancel(self) -> None:
         """Cancel the coroutine unless it has ended. Thread-safe; does not wait."""
         if not self.result.done():
-            with contextlib.suppress(RuntimeError):  # The coroutine has just ended, and the loop is closed.
+            with contextlib.suppress(RuntimeError):  # The loop was closed after the coroutine had ended.
                 self._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> T:
@@ -81,6 +81,7 @@ class LoopWork(Generic[T]):
         await asyncio.gather(asyncio.wrap_future(self.result), return_exceptions=True)
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        # `work` is called within the task, so that its exceptions also reach `result`.
         async def run() -> T:
             return await work()
 
@@ -119,11 +120,11 @@ class LoopThread:
 
     def __exit__(self, *_: object) -> None:
         """Cancel the work that has not ended, wait for its end, and end the thread."""
-        # A thread whose work is cancelled may make a last call here, so `_is_closed` is not set before.
+        # A thread whose work is cancelled may start more work here to clean up, so the loop is still open.
         self.cancel_all()
         with self._lock:
             self._is_closed = True
-        self.cancel_all()  # Other threads may have started work before `_is_closed` was set.
+        self.cancel_all()  # Cancel the work that other threads started during the first `cancel_all`.
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -160,11 +161,12 @@ async def call_in_thread(blocking: Callable[..., T], *args: Any, **options: Any)
     context = copy_context()
     context.run(STOP.set, stop)
     work = functools.partial(context.run, blocking, *args, **options)
-    # The call may last for hours, so it must not take a thread of the program's default executor.
+    # The call may last for hours, so it must not occupy a thread of the program's default executor.
     thread = ThreadPoolExecutor(1, "batchrunner call")
     call = asyncio.get_running_loop().run_in_executor(thread, work)
     try:
-        return await asyncio.shield(call)  # The call ends by itself once STOP completes.
+        # A thread cannot be cancelled. `shield` keeps `call`, which ends by itself once STOP completes.
+        return await asyncio.shield(call)
     except asyncio.CancelledError:
         stop.set_result(None)
         await asyncio.gather(call, return_exceptions=True)

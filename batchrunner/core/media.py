@@ -22,7 +22,8 @@ class MediaKind(NamedTuple):
     field: str
     """Field of the job's `prompt` that names the columns of such files."""
     usual_bytes: int
-    """Assumed size in bytes of a file that has not been read yet, to limit the memory of files read ahead."""
+    """Assumed size in bytes of a file that has not been read yet. It limits the memory of files that are read
+    ahead."""
 
     @property
     def url_part(self) -> str:
@@ -68,7 +69,7 @@ class MediaRules(NamedTuple):
 
     @property
     def field(self) -> str:
-        """Field of the job that names the column, such as `prompt.images`."""
+        """Job field that names the column with these files, such as `prompt.images`."""
         return f"prompt.{KINDS[self.kind].field if self.dpi is None else PDF_FIELD}"
 
 
@@ -115,7 +116,7 @@ def file_of_part(part: Any) -> int | None:
         return None
     kind = part.get("type")
     index = part.get(kind) if isinstance(kind, str) and kind in KINDS else None
-    return index if type(index) is int else None
+    return index if type(index) is int else None  # A bool is no index, although it is an `int`.
 
 
 def with_labels(message: Mapping[str, Any], files: Sequence[PromptFile]) -> Mapping[str, Any]:

@@ -57,13 +57,15 @@ class SignalWatch:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_pipe, warn_on_full_buffer=False)
-        os.close(self._write_end)
+        os.close(self._write_end)  # The thread then reads the end of the pipe, and ends.
         self._thread.join()
         os.close(self._read_end)
 
     def _read(self) -> None:
         while numbers := os.read(self._read_end, 64):
-            with contextlib.suppress(OSError):  # No other pipe was set, or that pipe is full of numbers.
+            # The write fails if no other pipe was set. It also fails if the other pipe is full. Its reader
+            # then has signals to handle anyway.
+            with contextlib.suppress(OSError):
                 os.write(self._previous_pipe, numbers)
             for number in numbers:
                 self._listener(signal.Signals(number))

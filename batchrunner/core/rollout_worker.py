@@ -44,7 +44,8 @@ def step_memory(descriptor: int) -> memoryview[float]:
 def running_step(memory: memoryview[float]) -> tuple[int, float]:
     """Return the number of the rollout that runs (0 if none), and the time at which its current step began.
 
-    The rollout is read first, because the worker may write at the same time, and writes the start time first.
+    The worker may write at the same time. It writes the start time before the number, and this function
+    reads them in the opposite order, so that the start time is never that of an earlier step.
     """
     return int(memory[_ROLLOUT]), memory[_STARTED]
 
@@ -92,7 +93,7 @@ class RolloutAnswer:
 
     @property
     def tool_calls(self) -> list[RolloutToolCall]:
-        """Tool calls of the answer, parsed."""
+        """Tool calls of the answer, with parsed arguments."""
         return [
             RolloutToolCall(
                 id=call["id"],
@@ -104,7 +105,7 @@ class RolloutAnswer:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a JSON text; the text as it is if it is not JSON."""
+    """Return the value of a JSON text; return any other text unchanged."""
     try:
         return json.loads(text)
     except (TypeError, ValueError):
@@ -124,11 +125,11 @@ def run_rollouts(
     try:
         loop.run_until_complete(_serve(rollout_function, os.dup(channel.socket.fileno())))
     except (EOFError, ConnectionError):
-        pass  # The run has closed its end: there is nothing left to do.
+        pass  # The run has closed its end of the channel, so it needs no more rollouts.
     except BaseException:  # noqa: BLE001 - for example, the function has stopped the loop
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # sys.exit would wait for threads of the function, which may be busy for long.
+    os._exit(0)  # Unlike sys.exit, this does not wait for threads that the function has started.
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -145,12 +146,13 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_soon(self._call, callback, args, context=context)
 
     def _call(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Call a function, and record the start time and the rollout of this step in step memory."""
         self._steps[_STARTED] = time.monotonic()
         self._steps[_ROLLOUT] = _CURRENT.get()
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            pass  # The exception would end the loop and all rollouts. The rollout's task has it already.
+            pass  # The task of the rollout has stored it. Raised here, it would end all rollouts.
         finally:
             self._steps[_ROLLOUT] = 0
 
@@ -176,12 +178,13 @@ class _Rollout:
         self, rollout_function: Callable[..., Coroutine[Any, Any, Any]], row: dict[str, Any]
     ) -> None:
         """Run the function for a row, and send its result, or the error of the row, to the run."""
+        # The value of the reply is a pair of the result and the error, one of which is empty.
         try:
             reply = frame(self.number, None, (await rollout_function(row, self.generate), None))
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything
             reply = frame(self.number, None, ([], failure_text(ROLLOUT, failure)))
         for answer in self.unanswered.values():
-            answer.cancel()  # The function started a coroutine that still waits for this answer.
+            answer.cancel()  # A coroutine that the function started still waits for this answer.
         self.send(reply)
 
     async def generate(
@@ -201,7 +204,7 @@ class _Rollout:
             raise GenerateError(f"the arguments of generate cannot be written as JSON: {failure}") from None
         loop = asyncio.get_running_loop()
         if not isinstance(loop, _Loop):
-            raise GenerateError("generate was awaited in another event loop than the one of the rollout")
+            raise GenerateError("generate must be awaited in the event loop of the rollout")
         number = next(self.call_numbers)
         answer = self.unanswered[number] = loop.create_future()
         self.send(frame(self.number, number, request))
@@ -224,8 +227,9 @@ def _plain(value: Any) -> Any:
 async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], descriptor: int) -> None:
     """Start, cancel and answer rollouts as the run asks; raises EOFError once the run closes its end.
 
-    In a frame, the first number is that of the rollout. Without a second number, a row starts a rollout and
-    None cancels it. With a second number, the value answers this call of `generate`.
+    A frame from the run has the number of a rollout, the number of a call of `generate` or None, and a value.
+    With the number of a call, the value is the answer to this call. Without it, the value is either the row
+    for which a rollout starts, or None to cancel the rollout.
     """
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     running: dict[int, tuple[_Rollout, asyncio.Task[None]]] = {}
@@ -233,7 +237,7 @@ async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], desc
     def send(content: bytes) -> None:
         try:
             writer.write(content)
-        except MemoryError:  # Half of the frame may have been sent, so the connection cannot be used again.
+        except MemoryError:  # A part of the frame may have been sent, so the connection is unusable now.
             os._exit(1)
 
     while True:
@@ -241,11 +245,11 @@ async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], desc
         if call_number is None and value is not None:
             rollout = _Rollout(number, send)
             context = copy_context()
-            context.run(_CURRENT.set, number)  # Every step of the task then knows its rollout.
+            context.run(_CURRENT.set, number)  # `_Loop` finds the rollout of a step in the task's context.
             task = asyncio.create_task(rollout.run(rollout_function, value), context=context)
             running[number] = rollout, task
             task.add_done_callback(partial(running.pop, number))
-        elif number in running:  # Otherwise the rollout has just ended.
+        elif number in running:  # A frame for a rollout that has just ended is ignored.
             rollout, task = running[number]
             if call_number is None:
                 task.cancel()

@@ -36,8 +36,8 @@ LOWEST = -sys.float_info.max
 REPLACEMENT = "\ufffd"
 """Character that replaces half a surrogate pair in a reply, because UTF-8 cannot encode half a pair."""
 _MOST_DIGITS = 300
-"""Maximum number of characters of an integer that is parsed as an integer. It certainly fits into a
-double."""
+"""Maximum number of characters of an integer that is parsed as an integer. It fits into a double, because a
+double holds integers of up to 309 digits."""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 """Matches half a surrogate pair."""
 Value = TypeVar("Value")
@@ -62,7 +62,7 @@ def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
     try:
         return decoder.decode(content)
     except (ValueError, RecursionError):
-        pass  # The JSON may need a repair, see `strict_json`.
+        pass  # Repair the JSON and try again.
     try:
         return decoder.decode(_repaired(content))
     except (ValueError, RecursionError):
@@ -72,7 +72,7 @@ def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
 
 
 def _repaired(content: bytes) -> bytes:
-    """Return strict JSON, as `strict_json` describes; the content unchanged if it cannot be repaired."""
+    """Return the JSON in the form that `strict_json` describes, or unchanged if it cannot be repaired."""
     try:
         value = json.loads(
             content.decode("utf-8", "surrogatepass"),
@@ -87,7 +87,7 @@ def _repaired(content: bytes) -> bytes:
 
 
 def _number(text: str) -> float | None:
-    """Return a JSON number as a finite double: LOWEST in place of minus infinity, None if there is none."""
+    """Return a JSON number as a double. Minus infinity becomes LOWEST; NaN and infinity become None."""
     number = float(text)
     if math.isfinite(number):
         return number
@@ -95,14 +95,14 @@ def _number(text: str) -> float | None:
 
 
 def _whole_number(text: str) -> float | int | None:
-    """Return a JSON integer as an integer, or as `_number` does if it may not fit into a double."""
+    """Return a JSON integer as an integer; one that may not fit into a double is converted by `_number`."""
     return int(text) if len(text) <= _MOST_DIGITS else _number(text)
 
 
 ERROR_CHARACTERS = 500
 """Maximum number of characters of an error message in a result row."""
 _BUSY = {429, 502, 503, 504}
-"""Statuses of a server that is overloaded or restarting, so that any row would be refused for now."""
+"""Statuses of a server that is overloaded or restarting, and would refuse any other row, too."""
 _REFUSED = {400, 404, 413, 422}
 """Statuses with which a server refuses one row for good."""
 
@@ -111,16 +111,16 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
     """Return the error for a reply without an answer.
 
     `status` is the HTTP status. A reply with status 200 has no answer if its body is not JSON. `retry_after`
-    is the header of this name.
+    is the value of the header `Retry-After`.
     """
     body = strict_json(body)
     explanation = short(_sentence_in(body))
     message = error_with_status(status, explanation or "no explanation")
     error: RequestError
     if status == HTTPStatus.OK:
-        error = EngineDownError(f"not an answer of SGLang: {explanation or 'nothing'}")
+        error = EngineDownError(f"not an answer of SGLang: {explanation or 'empty reply'}")
     elif status == HTTPStatus.UNAUTHORIZED:  # Every row would be refused, so the engine counts as down.
-        error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
+        error = EngineDownError(f"the server refuses the API key ({message}): see engine.api_key_env")
     elif status in _BUSY:
         pause_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
         error = EngineBusyError(message, pause_s)
@@ -141,9 +141,9 @@ def known_status(code: Any) -> int:
 def short(text: str) -> str:
     """Return the first paragraph of an error as one line of at most ERROR_CHARACTERS.
 
-    A stack trace may follow the first paragraph.
+    The other paragraphs are dropped, because they may be a stack trace.
     """
-    # Secrets are hidden before the text is shortened, which may cut a key in two.
+    # Secrets are hidden first, because shortening may cut a key in two, and half a key is not recognised.
     line = " ".join(hidden(text).strip().split("\n\n")[0].split())
     return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
 
@@ -152,7 +152,8 @@ def _sentence_in(body: bytes) -> str:
     """Return the message in the body of an error reply, of which SGLang has several formats."""
     try:
         value = orjson.loads(body)
-        for key in ("error", "message", "detail"):  # One format nests `message` inside `error`.
+        # In one format, the value of `error` is an object with the key `message`.
+        for key in ("error", "message", "detail"):
             if isinstance(value, dict) and value.get(key):
                 value = value[key]
         return value if isinstance(value, str) else orjson.dumps(value).decode()
@@ -172,12 +173,11 @@ class FinishReason(msgspec.Struct):
 def raise_abort(reason: FinishReason | str | None) -> None:
     """Raise the error of a row if the finish reason of its output is an abort.
 
-    A reply with status 200 may report an abort.
+    SGLang may report an abort in a reply with status 200.
     """
-    if not isinstance(reason, FinishReason):
-        if reason == "abort":
-            raise AttemptFailedError("aborted by the engine")
-    elif reason.type == "abort":
+    if reason == "abort":
+        raise AttemptFailedError("aborted by the engine")
+    if isinstance(reason, FinishReason) and reason.type == "abort":
         explanation = reason.message if isinstance(reason.message, str) else ""
         body = orjson.dumps({"message": explanation or "aborted by the engine"})
         raise error_of(known_status(reason.status_code), body)

@@ -23,9 +23,10 @@ class Timing:
     progress: float = 1.0
     """Minimum pause between two calls of a program's `on_progress`."""
     more_rows: float = 0.02
-    """Maximum wait for the next row of a program's iterator before the rows so far are sent."""
+    """Maximum wait for the next row of a program's iterator. After it, the rows received so far are sent."""
     iterator_end: float = 1.0
-    """Maximum wait for a program's iterator, which may block, when the stream of its rows is closed."""
+    """Maximum wait for the end of a program's iterator, which may block, after the stream of its rows was
+    closed."""
     stream_end: float = 1.0
     """Maximum wait for the end of a streamed reply after all its rows have ended."""
     bundle_fill: float = 0.015
@@ -88,7 +89,7 @@ class Timing:
     adapt: float = 30.0
     """Minimum length of the steady period from which flag tuning judges SGLang's flags during a run."""
     corpus: float = 30.0
-    """Shortest pause between two looks at the corpora of the servers with n-gram speculation."""
+    """Minimum pause between two checks of the corpora that the servers use for n-gram speculation."""
     corpus_load: float = 60.0
     """Timeout of a request that loads a corpus. A corpus of a million tokens takes about 2 s."""
     trial_steady: float = 10.0

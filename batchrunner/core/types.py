@@ -32,16 +32,16 @@ LEFT_OUT = "left_out"
 FinishReason = str
 """Reason why an output ended: SGLang's "stop", "length" or "abort", or batchrunner's REPETITION."""
 PROMPT = "prompt.python"
-"""Place in a job of the Python function that makes the prompt of a row."""
+"""Job field of the Python function that makes the prompt of a row."""
 PARSE = "parse"
-"""Place in a job of the Python function that turns an answer into result columns."""
+"""Job field of the Python function that turns an answer into result columns."""
 CHECK = "accept.python"
-"""Place in a job of the Python function that accepts or rejects an answer."""
+"""Job field of the Python function that accepts or rejects an answer."""
 ROLLOUT = "prompt.rollout"
-"""Place in a job of the Python function that runs a multi-turn rollout for a row."""
+"""Job field of the Python function that runs a multi-turn rollout for a row."""
 MEDIA = "prompt"
-"""Place of this package's function that prepares the images and other files of a row. The function runs in a
-worker process, as a job's Python functions do."""
+"""Name that stands for a job field: that of this package's function that prepares the images and other files
+of a row. It runs in a worker process, as a job's Python functions do."""
 ColumnKind: TypeAlias = str | tuple[str, Any]
 """Type of a column: the name of a plain type, ("list", kind), or ("struct", ((name, kind), …))."""
 NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
@@ -63,7 +63,7 @@ class RowRef(NamedTuple):
 
 
 class RequestBody(NamedTuple):
-    """The body of a whole request, as a line of a batch file has it."""
+    """The body and the endpoint of a request that a line of a batch file defines."""
 
     path: str
     """Endpoint of the request, such as /v1/chat/completions."""
@@ -119,11 +119,11 @@ class Request(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, such as `enable_thinking`."""
     continues: bool = False
-    """Whether the last message of the prompt, of the assistant, is the beginning of the answer."""
+    """Whether the last message of the prompt is an assistant message with which the answer begins."""
     asks: AskedColumns | None = None
     """Columns that the answer must have besides its text; None if it needs only the text."""
     row: Mapping[str, Any] | None = None
-    """Values of the input row that the checks of the answer use; None if they use none."""
+    """Values of the input row, for the checks of the answer; None if the checks do not use the row."""
     task: ForwardTask | None = None
     """Task of the model; None for generating text."""
     tools: Tools | None = None
@@ -202,7 +202,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardTask(ABC):
-    """A task that a model does in one forward pass, without decoding, such as an embedding. Pure.
+    """A task that a model does in one forward pass, without decoding, such as an embedding.
 
     A subclass in `batchrunner.job.tasks` holds everything that differs between tasks. An instance has the
     values of the task's fields in the job, and each request refers to the instance.
@@ -218,8 +218,8 @@ class ForwardTask(ABC):
     by_generation: ClassVar[bool] = False
     """Whether the task needs a generative model (a server without `--is-embedding`)."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Job fields that only this task accepts, as dotted names. The subclass has a field for the last part of
-    each name."""
+    """Dotted names of the job fields that belong to this task. If the subclass has a field with the last part
+    of a name, such as `dtype` for `output.dtype`, that field gets the value."""
     meanings: ClassVar[Mapping[str, str]]
     """Meanings of the task's result columns, by name."""
 
@@ -249,12 +249,12 @@ class ForwardTask(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A set of rows that one of the workers of a run has leased, so that no other worker sends them."""
+    """A set of rows that one worker of a run has leased, so that no other worker sends these rows."""
 
     number: int
     """Number of the lease in the run."""
     turn: int
-    """Number of workers that held the lease before."""
+    """Number of workers that held this lease earlier."""
     rows: BitMap64
     """Ordinals of the rows in the input."""
     positions: range | None
@@ -273,7 +273,7 @@ def rows_to_text(rows: BitMap64) -> str:
 
     The text takes a few bytes for each range of consecutive rows, and 2.5 bytes for each single row.
     """
-    rows = rows.copy()
+    rows = rows.copy()  # `run_optimize` changes the set itself.
     rows.run_optimize()
     return base64.b85encode(rows.serialize()).decode()
 
@@ -289,6 +289,8 @@ def rows_of_column(rows: pa.ChunkedArray) -> BitMap64:
     The numbers are copied from Arrow's memory, because Python integers would take five times as much memory.
     """
     numbers = array("Q")
-    for chunk in filter(len, rows.cast("uint64").chunks):  # A chunk without numbers may have no buffer.
+    # Empty chunks are skipped, because they may have no buffer.
+    for chunk in filter(len, rows.cast("uint64").chunks):
+        # The first buffer marks nulls, the second holds the numbers, with eight bytes each.
         numbers.frombytes(chunk.buffers()[1].slice(8 * chunk.offset, 8 * len(chunk)))
     return BitMap64(numbers)

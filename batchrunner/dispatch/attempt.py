@@ -44,9 +44,9 @@ class FailureKind(Enum):
     """The reason why an attempt has no answer."""
 
     PREEMPTED = auto()
-    """We preempted the row for the engine's users."""
+    """batchrunner preempted the row so that the engine can serve its users."""
     INVALID = auto()
-    """We refused the row ourselves: nothing was sent."""
+    """The row failed batchrunner's own checks, so nothing was sent."""
     REFUSED = auto()
     """The server says that the row is at fault."""
     FAILED = auto()
@@ -74,7 +74,8 @@ KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
 REJECTED = {FailureKind.INVALID, FailureKind.REFUSED}
 """Kinds of failures for which the row is at fault: another attempt at the same server would fail, too."""
 FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
-"""Kinds of failures for which the row may be at fault. After `limits.max_attempts` of them it is given up."""
+"""Kinds of failures for which the row may be at fault. After `limits.max_attempts` such failures the row ends
+with an error."""
 UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
 """Kinds of failures of a server that could not serve the row. The row is not at fault, unless there is
 evidence against it."""
@@ -107,7 +108,8 @@ class Fate(Enum):
     END_REFUSED = auto()
     """The row ends with the error of an earlier refusal, since no other server is available to confirm it."""
     BLAME = auto()
-    """The row ends with an error that says: the row itself made the engine die or refuse it."""
+    """The row ends with an error that names the row itself as the cause of the refusals or the engine deaths.
+    """
     LOSE_ENGINE = auto()
     """The run ends, because the engine is lost."""
 
@@ -217,10 +219,13 @@ class Refusals(msgspec.Struct):
     def record(self, record: RouteRecord, now: float) -> None:
         """Record a refusal by a route. A route's first refusal of this row also counts in its record."""
         self.total += 1
+        # The route answers other requests if it answered one that was sent after the row's last refusal.
         self.answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)
-        if tally is None:  # no evidence yet: the route may just have gone down
+        # First refusal by this route. It is no evidence against the row yet, because the route may just have
+        # gone down.
+        if tally is None:
             self.by_route[record] = RouteTally(answered=record.answered, refused=record.refused)
             record.record_refusal()
         elif self.answers_others:
@@ -249,7 +254,7 @@ def cause_of(
     """Return the cause of a row's temporary refusals; `record` is that of the route that refused it last."""
     if is_culprit(refusals, max_attempts):
         return RefusalCause.ROW
-    if refusals.total == 1:  # The engine may just have had no room.
+    if refusals.total == 1:  # One refusal is no evidence, because the engine may just have had no room.
         return RefusalCause.OPEN
     if record.has_control or (refusals.answers_others and others_in_flight):
         return RefusalCause.OPEN  # Replies to the control, or to the other rows, will show the cause.
@@ -259,13 +264,14 @@ def cause_of(
 def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
     """Tell whether a refused row is itself the cause of its refusals.
 
-    It is if chance can hardly explain them, at the rate at which each route refused requests since its first
-    refusal of the row.
+    The row is the cause if chance can hardly explain its refusals. The chance of each refusal is the rate at
+    which the route has refused requests since it first refused the row.
     """
     chance = 1.0
     for record, tally in refusals.by_route.items():
         refused = record.refused - tally.refused
         answered = record.answered - tally.answered
+        # One answer more keeps the rate below 1 for a route that has not answered anything.
         refusal_rate = refused / (answered + refused + 1)
         chance *= refusal_rate**tally.refusals
     return refusals.count >= max_attempts and chance < BY_CHANCE
@@ -323,7 +329,8 @@ class FailureHistory(msgspec.Struct):
             self.deaths += 1
         elif kind in FAILED:
             self.failed_on = self.failed_routes_with(kind, route)
-            self.failures += fate is not Fate.ASK_ANOTHER
+            if fate is not Fate.ASK_ANOTHER:
+                self.failures += 1
         elif fate is Fate.ASK_ANOTHER:
             self.refused_by = self.failed_routes_with(kind, route)
             self.refusal = error

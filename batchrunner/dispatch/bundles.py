@@ -61,15 +61,16 @@ class BundleTotals:
 
 
 def prompt_tokens(request: Request) -> int:
-    """Estimate the prompt tokens of a row that will be computed; exact for token ids."""
+    """Estimate how many prompt tokens the engine will compute for a row; exact for token ids."""
     if isinstance(request.prompt, RequestBody):
         return len(request.prompt.content) // BYTES_PER_TOKEN
     length = len(request.prompt)
     tokens = length if request.kind == "input_ids" else length // BYTES_PER_TOKEN
     if not request.items:
         return tokens
-    if request.item_ids:  # choices: their prompt is computed once
+    if request.item_ids:  # For a choose task, the engine computes the prompt once and each choice after it.
         return tokens + sum(map(len, request.item_ids))
+    # For any other task, each item is computed with a copy of the prompt.
     return tokens * len(request.items) + sum(map(len, request.items)) // BYTES_PER_TOKEN
 
 
@@ -161,9 +162,10 @@ class BundleSize:
         short: bool = False,
         passes: ForwardPasses | None = None,
     ) -> None:
-        """Let a bundle wait at most `fill_s` seconds until it is sent; `fixed` overrides its size.
+        """Start with one row in each bundle, or with more if `short` answers are expected.
 
-        `short` says that answers are known to be short. Only tasks without decoding have `passes`.
+        A bundle is sent after at most `fill_s` seconds; `fixed` sets its number of rows. `passes` describes
+        the forward passes of a task without decoding; it is None for a generate task.
         """
         self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
         """Maximum prompt tokens of a bundle. A single row may have more."""
@@ -171,11 +173,15 @@ class BundleSize:
         self._rows = FIRST_ROWS if short else 1
         if passes is not None:
             self._rows = MOST_LIST_ROWS
-        self._since: float | None = None  # begin of the period
+        self._since: float | None = None
+        """Time at which the measuring period began; None before the first row."""
         self._burst_began = 0.0
-        self._burst = 0  # rows that ended in the present burst
-        self._ended = 0  # rows in the finished bursts of this period
-        self._squares = 0  # sum of the squared sizes of the finished bursts
+        self._burst = 0
+        """Number of rows that ended in the present burst."""
+        self._ended = 0
+        """Number of rows in the finished bursts of this period."""
+        self._squares = 0
+        """Sum of the squared sizes of the finished bursts."""
 
     def record_sent(self, request: Request) -> None:
         """Count a row that is sent."""
@@ -184,7 +190,7 @@ class BundleSize:
 
     def record_end(self, now: float) -> None:
         """Count a row that ended `now`, in seconds of the monotonic clock."""
-        if self._passes is not None:
+        if self._passes is not None:  # Without decoding, the bundle size depends on the passes only.
             return
         if self._since is None:
             self._since = self._burst_began = now
@@ -208,7 +214,8 @@ class BundleSize:
         """Compute the bundle size from the bursts of a period of `span_s` seconds, if that is long enough."""
         if span_s >= PERIOD_S:
             is_fast = self._ended >= LEAST_ROWS_S * span_s
-            # The sum of squares divided by the rows is the size of the burst in which the average row ended.
+            # The sum of squares divided by the number of rows is the mean burst size, weighted by rows: the
+            # size of the burst in which an average row ended.
             self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
             self._since, self._ended, self._squares = now, 0, 0
 
@@ -273,7 +280,7 @@ class BundleSender:
     _works: bool = False
     """Whether the engine has answered a bundle."""
     _refused: int = 0
-    """Number of bundles of which the engine answered no row."""
+    """Number of bundles in which the engine answered no row at all."""
     _outstanding: int = 0
     """Number of rows that are in flight or wait in a bundle."""
     _filling: Bundle | None = None
@@ -316,7 +323,11 @@ class BundleSender:
         return why is None
 
     async def _send_shared(self, request: Request, most: int) -> Completion | None:
-        """Send a request in a bundle of at most `most` rows; return None if it must be sent alone instead."""
+        """Send a request in a bundle of at most `most` rows; return None if it must be sent alone instead.
+
+        The bundle is sent once it is full, once no other row can join it, or after TIMING.bundle_fill
+        seconds.
+        """
         loop, tokens = asyncio.get_running_loop(), prompt_tokens(request)
         row = BundledRow(request, loop.create_future())
         most_tokens = self.size.most_tokens
@@ -361,19 +372,21 @@ class BundleSender:
         """Send a bundle once; its unanswered rows are sent again in smaller bundles, or fail."""
         requests = [row.request for row in bundle.rows]
         self.totals.add(len(requests))
-        why = "the engine answered none of their rows"
+        why = "the engine answered none of the rows in them"
         try:
             await self.engine.generate_many(requests, self.url, bundle.end_row)
         except BundleRefusedError as refusal:
             why = str(refusal)
         except AttemptFailedError as failure:
             why = str(failure)
-            # Otherwise the engine may not support bundles at all, so that the rows deserve another attempt.
+            # As long as the engine has answered no bundle, it may not support bundles at all. Then the rows
+            # are sent again in smaller requests. Otherwise they fail.
             if self._works or bundle.answers or isinstance(failure, NoAnswerError):
                 bundle.fail(failure)
         except (RequestError, BatchrunError) as failure:
             why = str(failure)
-            self._refused += not bundle.answers
+            if not bundle.answers:
+                self._refused += 1
             bundle.fail(failure)
         except Exception as failure:
             log.debug("a bundle failed", exc_info=failure)
@@ -383,13 +396,14 @@ class BundleSender:
         """Send the unanswered rows of a bundle again; `why` is the reason in words."""
         self._works = self._works or bundle.answers > 0
         unanswered = bundle.unanswered
-        self._refused += bool(unanswered) and not bundle.answers
+        if unanswered and not bundle.answers:
+            self._refused += 1
         if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
             self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self.totals.rows_resent += len(unanswered)
         if bundle.answers:
             for row in unanswered:
-                row.answer.set_result(None)  # `send` then sends the row alone.
+                row.answer.set_result(None)  # A result of None tells `send` to send the row alone.
             return
         # A single row may be the reason for the refusal. Halves isolate it with few requests.
         half = len(unanswered) // 2
@@ -409,12 +423,14 @@ class BundleSenders:
         totals: BundleTotals,
         events: EventLog,
     ) -> None:
-        """Prepare senders; `passes` are those of a task without decoding, and None for generation."""
+        """Prepare senders; `passes` describes the forward passes of a task without decoding, else None."""
         self._engine = engine
         self._totals = totals
         self._events = events
         self._passes = passes
-        self._fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
+        self._fixed = job.bundle if isinstance(job.bundle, int) else None
+        if job.bundle == "off":
+            self._fixed = 1
         if info.simulated:  # A simulated engine has no tokenizer process, so bundles save nothing.
             self._fixed = 1
         most_tokens = job.sampling.max_new_tokens

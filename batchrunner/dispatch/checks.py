@@ -91,7 +91,10 @@ class AnswerChecker:
         """Thread for checks that may take long and would block the event loop; None if all are quick."""
 
     def to_send(self, request: Request) -> Request:
-        """Return the request, with BLANKS as stop_regex once an answer was padded, if it has a schema."""
+        """Return the request as it is sent.
+
+        Once an answer of the job was padded, a request with a schema gets BLANKS as `stop_regex`.
+        """
         if self._ends_padding and request.sampling.get("json_schema") is not None:
             return _ending_padding(request)
         return request
@@ -136,7 +139,7 @@ class AnswerChecker:
         another seed, and with the complaint in the chat if the job asks for feedback.
         """
         limit = row.request.sampling.get("max_new_tokens")
-        is_padded = complaint.endswith(PADDED)  # more tokens would be more blanks
+        is_padded = complaint.endswith(PADDED)  # more tokens would only bring more blanks
         self._ends_padding |= is_padded
         is_truncated = CUT in answer.finish_reasons or answer.thinking_cut
         needs_tokens = self._lengthens and is_truncated and not is_padded
@@ -146,6 +149,7 @@ class AnswerChecker:
             if answer.thinking_cut:
                 sampling[THINKING] *= 2
             return row.request._replace(sampling=sampling)
+        # Retries with more tokens do not count as tries.
         tries = len(history.rejected) - history.lengthened
         if tries >= self._tries:
             return None
@@ -154,7 +158,8 @@ class AnswerChecker:
             return _next_try(history.first, tries)
         chat = _with_complaint(_next_try(unencoded, tries), answer, complaint)
         (request,) = await self._tokenizer.tokenize([chat])
-        return request if isinstance(request, Request) else None  # The longer chat may be too long.
+        # With the complaint the chat may be too long. Then there is no next request.
+        return request if isinstance(request, Request) else None
 
 
 def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
@@ -181,7 +186,7 @@ async def _python_complaint(functions: HookPool, request: Request, completion: C
         except RowRefusedError as failure:
             verdict = str(failure)
         if verdict is not True:
-            return of_sample(verdict or f"{CHECK} {facts.name} does not take the answer", number, completion)
+            return of_sample(verdict or f"{CHECK} {facts.name} rejected the answer", number, completion)
     return None
 
 
@@ -202,7 +207,7 @@ class AnswerConditions:
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
         self._by_row = plan.schema_by_row
-        """Whether each row brings its own schema, or none."""
+        """Whether each row may bring its own schema."""
         self._always_json = accept.json_ is True
         """Whether the answers of rows without a schema must be JSON as well."""
         self._validator = None
@@ -257,9 +262,11 @@ class AnswerConditions:
         the cause, and `json_error` is only a consequence.
         """
         reason = completion.finish_reasons[number]
+        # If each row may bring its own schema, a row without one has only the checks that apply to all rows.
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         is_bad_json = json_error is not None and self._wants_json and (has_schema or self._always_json)
         must_be_whole = self._fails_truncated and (has_schema or not self._only_with_schema)
+        # Whole JSON may also end at the limit. Then it counts as truncated only if the job says so.
         is_truncated = reason == CUT and (is_bad_json or must_be_whole)
         may_be_padded = self._wants_json and (is_bad_json or is_truncated)
         if may_be_padded and _is_padded(request, completion.texts[number], reason):
@@ -321,7 +328,7 @@ class AnswerConditions:
         try:
             return value, fit(value, self._kind), None
         except ValueError as failure:
-            return value, None, f"the answer does not fit its column: {_short(str(failure))}"
+            return value, None, f"the answer does not fit the column `parsed`: {_short(str(failure))}"
 
     def _validator_for(self, request: Request) -> Any:
         """Return the validator of the row's own schema, or of the job's; None without a schema."""
@@ -398,7 +405,7 @@ def _short(text: str) -> str:
 
 RISING = (0.4, 0.8)
 """Minimum temperature of a row's second try, and of its later tries. At temperature 0 the model would give
-the same answer again."""
+the same answer at each try."""
 
 
 def _is_padded(request: Request, text: str, reason: str | None) -> bool:

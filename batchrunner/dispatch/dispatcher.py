@@ -96,7 +96,8 @@ class Dispatcher:
                     else:
                         row = self.backlog.take(route)
                         group.create_task(self._use_slot(row, route))
-                while self.routes.in_flight:  # rollouts store the answers that still arrive
+                # Rollouts still store the answers to requests that are in flight.
+                while self.routes.in_flight:
                     await self.backlog.wait_for_rows()
                 feeding.cancel()
         except BaseExceptionGroup as failures:
@@ -129,6 +130,7 @@ class Dispatcher:
             self._in_flight[row] = None
             if self.checker is not None:
                 row.request = self.checker.to_send(row.request)
+            # A retry is sent alone, because the row may be why its last bundle failed.
             is_alone = row.attempts > 1 or (
                 row.group is not None and self.load_control.concurrency.info.prefix_rows_alone
             )
@@ -145,13 +147,13 @@ class Dispatcher:
             self._record_answer(row, route, completion, now)
             if self.checker is not None:
                 completion, message, next_request = await self.checker.check(row, completion)
-                if next_request is not None:  # The answer was rejected.
+                if next_request is not None:  # A next request means that the answer was rejected.
                     row.request = next_request
                     self.backlog.retry_after(row, 0.0)
                     return
         else:
             last_error = await self._handle_failure(row, route, error, now)
-            if last_error is None:  # The row is in the backlog again.
+            if last_error is None:  # None means that the row is in the backlog again.
                 return
             message = str(last_error)
             completion = (
@@ -172,6 +174,7 @@ class Dispatcher:
         """Record an answer: clear the doubt about its route, and update counts and output lengths."""
         route.doubt = None
         if row.failures is not None:
+            # This answer speaks against the routes on which the row failed before.
             for other in {*row.failures.avoided}:
                 self._contradict(other, now)
         self._record_reply(row, route, completion, now)
@@ -218,7 +221,8 @@ class Dispatcher:
         cause = RefusalCause.OPEN
         if kind in REFUSED_FOR_NOW and not history.was_refused:
             cause = await self._investigate_refusal(row, route, history, now)
-        # After the investigation: its control request may show that the engine accepts rows.
+        # The investigation above comes first, because its control request may show that the engine accepts
+        # rows.
         if kind in UNAVAILABLE:
             self._record_unavailable(kind, now)
         fate = fate_of(self._failed_attempt(row, route, kind=kind, cause=cause, now=now))
@@ -242,9 +246,10 @@ class Dispatcher:
         """Send a row again: at once if it was preempted or another route gets it, otherwise after a pause."""
         pause_s = 0.0
         if isinstance(error, PreemptedError):
-            row.attempts -= 1  # A preempted attempt does not count.
+            row.attempts -= 1  # A preempted attempt does not count, because the row is not at fault.
             self.load_control.concurrency.count_returned(error.tokens)
         elif fate is Fate.ASK_ANOTHER:
+            # If another route answers the row, this route is at fault, see `_contradict`.
             route.doubt = route.doubt or Doubt(str(error))
         else:
             jitter = random.random()  # noqa: S311 - jitter, not a secret
@@ -265,6 +270,7 @@ class Dispatcher:
             others_in_flight=bool(self._in_flight),
             max_attempts=self.limits.max_attempts,
         )
+        # A run that is stopping sends nothing more.
         if cause is RefusalCause.NEEDS_CONTROL and not self.backlog.is_over:
             await self._send_control(row, route)
         return cause
@@ -316,7 +322,7 @@ class Dispatcher:
             if failure.body is None or isinstance(failure, EngineBusyError):
                 record.record_refusal()
                 return
-            # Any other error came from a server that works, so it counts as an answer below.
+            # A working server sent any other error, so the error counts as an answer below.
         finally:
             record.has_control = False
             del self._in_flight[row]
@@ -332,6 +338,8 @@ class Dispatcher:
         """
         if self._refused_since is None:
             return False
+        # A refusal comes soon. So a request that is in flight much longer than the last refusal took was
+        # accepted.
         oldest = next(iter(self._in_flight), row)
         refusal_s = now - row.sent_at
         is_accepted = now - oldest.sent_at > max(ACCEPTED_RATIO * refusal_s, ACCEPTED_S)
@@ -363,7 +371,7 @@ def _server_error(request: Request, error: RequestError) -> Completion | None:
     try:
         content = orjson.loads(body)
         response = hidden(orjson.dumps(content).decode())
-        orjson.loads(response)  # raises if the hiding of a password has broken the JSON
+        orjson.loads(response)  # raises if hiding a password has broken the JSON
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
     if not isinstance(content, dict):

@@ -37,7 +37,8 @@ class Feeder:
     results: ResultSink
     engine: Engine
     urls: Sequence[str]
-    """URLs of the engine's servers. Shared prefixes are computed there before the rows are sent."""
+    """URLs of the engine's servers. The common prefixes are computed on these servers before the rows are
+    sent."""
     keeps_prompts: bool
     """Whether each row also keeps its prompt in the form before tokenization (`AnswerHistory.unencoded`)."""
     primes: bool
@@ -60,7 +61,7 @@ class Feeder:
         rows = [item for item in batch if isinstance(item, PendingRow)]
         self.backlog.expect(len(rows))
         for item in batch:
-            if isinstance(item, Outcome):  # the row could not be rendered
+            if isinstance(item, Outcome):  # An Outcome comes for a row that could not be rendered.
                 await self.results.put(item)
         if self.primes:
             await self._prime([item for item in batch if isinstance(item, PrimeTask)])
@@ -96,6 +97,7 @@ class Feeder:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_PRIMING_S):
                     await asyncio.gather(*answers, return_exceptions=True)
+            # From now on the prefixes count as computed, even those whose requests took too long.
             for task in batch:
                 task.row.prefix_ready_at = time.monotonic()
 
@@ -103,6 +105,7 @@ class Feeder:
         """Yield the URL of a server for each prefix cache that needs the prefix."""
         group = task.row.group
         if task.on_every_replica or group is None:
+            # A server with several caches gets a request for each of them, and spreads these itself.
             for copy in range(max(self.reorderer.caches, len(self.urls))):
                 yield self.urls[copy % len(self.urls)]
             return

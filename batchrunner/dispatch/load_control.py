@@ -64,6 +64,7 @@ class LoadControl:
         for other in self._runs:
             in_flight[other.routes.account] += other.routes.in_flight
         account = run.routes.account
+        # An account that had no run until now starts level with the accounts that are sending rows.
         if in_flight and account not in in_flight:
             account.begin_beside(in_flight)
         self._runs.append(run)
@@ -74,7 +75,7 @@ class LoadControl:
         self._runs.remove(run)
         if self._runs:
             self._apply(())
-        elif self._poll is not None:
+        elif self._poll is not None:  # No run waits for the poll any more.
             self._poll.cancel()
 
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
@@ -87,7 +88,7 @@ class LoadControl:
         while True:
             if self._poll is None or self._poll.done():
                 usual_s = TIMING.background_poll if self.concurrency.is_background else TIMING.load_poll
-                pause_s = 0.0 if self._poll is None else usual_s
+                pause_s = 0.0 if self._poll is None else usual_s  # The first poll comes at once.
                 self._poll = asyncio.ensure_future(self._sample(pause_s))
             # The shield keeps the poll for the other runs if this run is cancelled.
             polled(*await asyncio.shield(self._poll))
@@ -110,7 +111,10 @@ class LoadControl:
         self._apply(self.concurrency.backpressure(url, why, now))
 
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
-        """Resize the windows so that all runs together have at most as many requests as the law allows."""
+        """Divide the window of each route among the runs, and write `changes` to their event logs.
+
+        All runs together have at most as many requests in flight as the concurrency law allows.
+        """
         changes = [*changes]
         unsent = [run.backlog.unsent for run in self._runs]
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]

@@ -31,21 +31,21 @@ REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "
 SPAN_S = 30.0
 """Seconds over which a rate is averaged."""
 PACE_ROWS = 32
-"""Minimum half-life of the pace in rows. The pace is the mean time of a row, and after this many further rows
-a row counts half."""
+"""Minimum half-life of the pace (the mean time of a row), in rows: the number of later rows after which a row
+counts half."""
 PACE_ROUNDS = 4
 """Minimum half-life of the pace (the mean time of a row), as a multiple of the rows in flight."""
 PACE_SHARE = 0.25
-"""Minimum half-life of the pace (the mean time of a row), as a fraction of the rows that have ended. It makes
-the pace smooth in long runs."""
+"""Minimum half-life of the pace (the mean time of a row), as a fraction of the rows that have ended. In long
+runs it makes the pace smooth."""
 
 
 CONTRADICTION = 0.5
-"""Minimum relative difference, between the mean time of a row and its estimate, at which the estimate of the
-run may be dropped. The run must also be late or early, see LATE_SHARE."""
+"""Minimum relative difference between the measured mean time of a row and its estimate. If the difference is
+larger, and the run is late or early by LATE_SHARE, the estimate may be dropped."""
 LATE_SHARE = 0.05
-"""Minimum fraction of the estimated run time by which a run is late or early when its estimate is dropped.
-This alone is normal, since a run begins slowly."""
+"""Minimum amount, as a fraction of the estimated run time, by which a run must be late or early before its
+estimate is dropped. A smaller amount is normal, since a run begins slowly."""
 CHANCE = 3.0
 """Maximum deviation of the mean row time, in standard errors, that counts as chance. The standard deviation
 of a single row's time is assumed to equal the mean."""
@@ -55,12 +55,13 @@ class Rates:
     """Rates of several counts over the last 30 s."""
 
     def __init__(self, now: float, counts: int) -> None:
-        """Start with `counts` counts that are all 0 at `now`."""
+        """Start at time `now` with this number of `counts`, which are all 0."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
     def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
         """Add the counts so far; return the rate of each, per second."""
         self._points.append((now, counts))
+        # Keep one point that is at least SPAN_S old, so that the rate covers the whole span.
         while len(self._points) > 2 and self._points[1][0] <= now - SPAN_S:  # noqa: PLR2004
             self._points.popleft()
         then, counts_then = self._points[0]
@@ -77,12 +78,16 @@ class TimeLeft:
 
     def __init__(self, now: float, row_s: float | None = None) -> None:
         """Start without ended rows; `row_s` is the estimated time of a row in seconds."""
-        self._rows = self._seconds = 0.0  # ended rows, and their time; the older a row, the less it counts
-        self._done = 0  # rows that have ended
+        self._rows = self._seconds = 0.0
+        """Number of ended rows and their time in seconds; the older a row is, the less it counts."""
+        self._done = 0
+        """Number of rows that have ended."""
         self._began = now
-        self._ended = now  # when the last row ended
+        self._ended = now
+        """Time at which the last row ended."""
         self._expected_s = row_s or 0.0
-        self._trust = 1.0 if row_s else 0.0  # weight of the estimate against the pace
+        # Weight of the estimate in the predicted time per row; the measured pace has the rest.
+        self._trust = 1.0 if row_s else 0.0
 
     def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
         """Record the rows that ended so far; return the seconds until the remaining rows have ended.
@@ -91,7 +96,8 @@ class TimeLeft:
         rows to end are the quick ones. While no further row ends, the time counts down. It is None once it
         would be negative.
         """
-        if not done and not in_flight:  # the input is still being read or sorted
+        # Time does not count yet, because the input is still being read or sorted.
+        if not done and not in_flight:
             self._began = self._ended = now
         if done > self._done:
             self._update_pace(now, done, in_flight)
@@ -99,10 +105,11 @@ class TimeLeft:
         if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, total):
             self._trust = 0.0
         if done >= max(1, in_flight):
+            # Mix the estimate and the pace, and count down since the last row ended.
             pace_s = self._seconds / self._rows
             row_s = self._trust * self._expected_s + (1 - self._trust) * pace_s
             left_s = remaining * row_s - (now - self._ended)
-        elif self._trust:
+        elif self._trust:  # Only quick rows have ended, so use the estimate alone, and count down.
             left_s = total * self._expected_s - (now - self._began)
         else:
             return None
@@ -112,28 +119,34 @@ class TimeLeft:
         """Add the rows that ended since the last call to the pace, in which older rows count less."""
         ended = done - self._done
         half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
+        # Each ended row makes all earlier rows count a little less.
         weight = 0.5 ** (ended / half_life)
         self._rows = self._rows * weight + ended
         self._seconds = self._seconds * weight + now - self._ended
         self._done, self._ended = done, now
-        self._trust *= weight  # The estimate gives way to the rows that have ended.
+        self._trust *= weight  # The more rows have ended, the less the estimate counts.
 
     def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
-        """Tell whether rows are much slower or quicker than estimated, and by more than chance explains."""
+        """Tell whether rows are much slower or quicker than estimated, and by more than chance explains.
+
+        The elapsed time is compared with the estimated time of the rows so far. Rows in flight have been
+        worked on only in part, so they count fully in the test for a late run, and not at all in the test
+        for an early run.
+        """
         material_s = LATE_SHARE * total * self._expected_s
-        # By the estimate, all rows that ended, and all rows in flight, take this long.
+        # If the estimate is right, the ended rows and the rows in flight take this time at most.
         latest_s = (done + in_flight) * self._expected_s
         is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + material_s)
         if is_late or done < max(1, in_flight):
-            return is_late  # The first rows to end are the quick ones, so the run cannot count as early yet.
+            return is_late  # As long as only the quickest rows have ended, the run cannot count as early.
         expected_s = done * self._expected_s
         return elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - material_s)
 
 
 def _tolerance(done: int, in_flight: int = 0) -> float:
-    """Return the factor by which the mean time of the rows that ended may differ from the true mean.
+    """Return the factor by which the mean time of the ended rows may differ from the true mean.
 
-    Rows in flight add to the difference: time was spent on them, and they are not among the ended rows.
+    The time spent on rows in flight adds to the difference, because these rows have not ended.
     """
     done = max(1, done)
     return 1 + max(CONTRADICTION, CHANCE / math.sqrt(done), in_flight / done)
@@ -148,7 +161,8 @@ class LoadSummary:
     def __init__(self, concurrency: ConcurrencyLimits) -> None:
         self._concurrency = concurrency
         self._last: float | None = None
-        self._sums: defaultdict[str, float] = defaultdict(float)  # sums of values times seconds
+        # sum of each value times the seconds that it lasted
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a load sample, weighted by the seconds since the last sample."""
@@ -166,7 +180,10 @@ class LoadSummary:
                 self._add_steady(load, controller, span_s)
 
     def _add_background(self, load: SchedulerLoad, controller: BackgroundController, span_s: float) -> None:
-        """Divide a span of a live server's time between its users and this run, by their requests."""
+        """Split a span of a live server's time between its users and this run.
+
+        Each gets a part in proportion to its number of requests.
+        """
         requests = load.running + load.queue
         users_share = min(1.0, controller.users / max(1, requests))
         self._sums["users"] += span_s * users_share
@@ -321,7 +338,8 @@ class AttemptProgress:
             sample, route = samples.get(name), scheduler.route
             is_alone = route.only_scheduler is scheduler
             tokens_per_s = 0.0
-            if is_alone:  # The rate is updated even if this sample lacks the scheduler.
+            # The rate must be updated at each call, even if no load of the scheduler came with this poll.
+            if is_alone:
                 (tokens_per_s,) = self._token_rates[name].update(now, (route.ended.output_tokens,))
             if sample is None:
                 continue

@@ -67,7 +67,7 @@ class PendingRow(msgspec.Struct, eq=False):
     sent_at: float = 0.0
     """Time of the last attempt, in seconds of the monotonic clock."""
     prefix_ready_at: float = float("inf")
-    """Time from which on the row's prompt is surely computed, in seconds of the monotonic clock."""
+    """Time after which the row's prompt has certainly been computed, in seconds of the monotonic clock."""
     attempts: int = 0
     """Number of times that the row was sent."""
     failures: FailureHistory | None = None
@@ -79,7 +79,7 @@ class PendingRow(msgspec.Struct, eq=False):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for the outcome of the row."""
+        """Whether the outcome of the row is still needed; false if its rollout has been cancelled."""
         return self.turn is None or not self.turn.outcome.done()
 
     @property
@@ -104,11 +104,11 @@ class RowSource(Protocol):
 
     @property
     def total(self) -> int:
-        """Number of rows, including those that ended in earlier attempts; an estimate with leases."""
+        """Number of rows, including the rows of earlier attempts; an estimate if workers share the run."""
 
     @property
     def unread(self) -> int:
-        """Number of rows still to be read; an estimate with leases of a joined run."""
+        """Number of rows still to be read; an estimate if workers share the run."""
 
     @property
     def is_shared(self) -> bool:
@@ -157,8 +157,9 @@ class PoisonRows:
 
     def next(self, route: Route) -> deque[PendingRow] | None:
         """Return suspects of which the first may be sent to a route now; None if no suspect may be sent."""
-        if not self._waiting:  # the usual case, decided quickly because every row asks
+        if not self._waiting:  # The common case comes first, because this method is called for each row.
             return None
+        # The worst suspects come first. A suspect that would be given up at the next death is sent alone.
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
             limit = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
             if rows and self._in_flight[deaths] < limit and self._routes.may_get(route, rows[0].avoided):
@@ -177,8 +178,8 @@ class PoisonRows:
 
 
 READ_AHEAD_ROWS = 512
-"""Number of rows in the dispatch queue at which the feeder pauses. From this number on, any route may take
-rows that are kept for another route."""
+"""Number of rows in the dispatch queue at which the feeder pauses. While the queue is that full, any route
+may take rows that are kept for another route."""
 READ_AHEAD_BYTES = 64 << 20
 """Bytes of the prompts in the dispatch queue at which the feeder pauses."""
 
@@ -204,9 +205,12 @@ class DispatchQueue:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._for_any_route: deque[PendingRow] = deque()
-        self._turns: deque[PendingRow] = deque()  # later requests of rollouts, sent first
-        self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)  # by the routes they avoid
-        self._count = 0  # of all rows; summing over routes for each row is slow
+        self._turns: deque[PendingRow] = deque()
+        """Later requests of rollouts; they are sent before all other rows."""
+        self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)
+        """Rows that have failed on routes, by the routes that they avoid."""
+        self._count = 0
+        """Number of all rows in the queue. Summing over the routes for each row would be slow."""
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -222,7 +226,7 @@ class DispatchQueue:
         """Add a row behind all other rows, or before them if `first` is true."""
         is_later_turn = row.turn is not None and not row.turn.is_first
         rows = self._turns if is_later_turn else self._for_any_route
-        if avoided := row.avoided:
+        if avoided := row.avoided:  # The row failed on these routes.
             rows = self._avoiding[avoided]
         if first:
             rows.appendleft(row)
@@ -246,7 +250,10 @@ class DispatchQueue:
         )
 
     def take(self, route: Route) -> PendingRow | None:
-        """Take the next row for a route whose slot is already counted; None if the route should wait."""
+        """Take the next row for a route; None if the route should wait.
+
+        The route's slot is already counted.
+        """
         row = self._next(route)
         if row is not None:
             self._count -= 1
@@ -275,7 +282,8 @@ class DispatchQueue:
             if home is route:
                 return row
             _keep(row, home)
-        busiest = self._route_to_relieve(route.in_flight - 1)  # without the slot of the row that is asked for
+        # This row's slot is already counted in `in_flight`.
+        busiest = self._route_to_relieve(route.in_flight - 1)
         return _relieve(busiest, route) if busiest else None
 
     def home_of(self, group: PrefixGroup) -> Route:
@@ -296,7 +304,8 @@ class DispatchQueue:
         kept_rows = len(busiest.kept)
         if not kept_rows:
             return None
-        if busiest.is_suspended:  # The route cannot send its kept rows itself.
+        # A suspended route cannot send its kept rows itself, so another route may take them.
+        if busiest.is_suspended:
             return busiest
         if self._count >= READ_AHEAD_ROWS:
             # The queue is full, so no more rows are read, and the asking route would get none.
@@ -329,7 +338,7 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     the prefix, which the other route does not have in its cache yet.
     """
     rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
-    rows_to_move = Counter[PrefixGroup]()  # number of rows, by group
+    rows_to_move = Counter[PrefixGroup]()  # number of rows to move, by group
     half = (len(busiest.kept) + 1) // 2
     for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
         rows_to_move[group] = min(rows_of[group], half - rows_to_move.total())
@@ -338,7 +347,7 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
             busiest.promised -= group.to_come
             route.promised += group.to_come
     moved, remaining = deque[PendingRow](), deque[PendingRow]()
-    for row in reversed(busiest.kept):  # Of a group that is divided, the last rows move.
+    for row in reversed(busiest.kept):  # If a group is divided between the routes, its last rows move.
         if rows_to_move[row.group] > 0:
             rows_to_move[row.group] -= 1
             moved.appendleft(row)
@@ -371,7 +380,7 @@ class Backlog:
         self._to_come = to_come
         self._queue = DispatchQueue(routes)
         self._poison = PoisonRows(routes)
-        self._media_bytes = 0  # of rows in flight
+        self._media_bytes = 0  # total size of the media files of the rows in flight
         self.waiting = 0
         """Number of rows that wait for another attempt and hold no slot."""
         self._unended = 0  # rows that were read and have no outcome yet
@@ -383,12 +392,13 @@ class Backlog:
 
     @property
     def unsent(self) -> int:
-        """Number of remaining rows that are not in flight; an estimate with leases of a joined run.
+        """Number of remaining rows that are not in flight; an estimate if the worker shares its run.
 
-        The number is at least that of the rows in the queue, since a rollout may send many requests at once.
+        The number is never less than the rows in the queue, because a rollout may send many requests at once.
         """
         if self.is_stopping:
             return 0
+        # Count rows that are still to come, and rows without an outcome that are not in flight.
         to_come = 0 if self._all_read else self._to_come()
         return max(self.ready, to_come + self._unended - self._routes.in_flight)
 
@@ -474,7 +484,7 @@ class Backlog:
         if row.request.media:  # free the files, since other rows may refer to this row for long
             row.request = row.request._replace(media=())
             row.answers = None
-        for ref in row.duplicates:
+        for ref in row.duplicates:  # They were never sent.
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
         self._unended -= 1
         if self._unended == 0:

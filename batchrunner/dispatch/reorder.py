@@ -68,7 +68,7 @@ def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlac
 
 def _shared_bytes(first: bytes, second: bytes) -> int:
     """Return the length of the common prefix of two prompts in bytes; 0 if it is too short to matter."""
-    if first[:LEAST_SHARED_BYTES] != second[:LEAST_SHARED_BYTES]:  # true for most rows
+    if first[:LEAST_SHARED_BYTES] != second[:LEAST_SHARED_BYTES]:  # Most pairs of prompts differ early.
         return 0
     shared = common_length(first, second)
     return shared if shared >= LEAST_SHARED_BYTES else 0
@@ -85,7 +85,8 @@ class _Tree:
     def __init__(self, prefixes: Sequence[bytes], sent: int) -> None:
         self._prefixes = prefixes
         self._sent = sent
-        self._open: list[tuple[int, list[_Branch]]] = [(0, [])]  # depth in bytes, and the branches below
+        # Nodes from the root to the current row, each as its depth in bytes and the branches below it.
+        self._open: list[tuple[int, list[_Branch]]] = [(0, [])]
         self.places: dict[int, TreePlace] = {}
         """Leader and shared prefix of each row that follows another one, by the row's index."""
 
@@ -99,6 +100,7 @@ class _Tree:
             # A node whose prefix is hardly longer than its parent's gets no leader of its own.
             if node_depth - max(depth, self._open[-1][0]) >= LEAST_NODE_BYTES:
                 branches = [self._close(node_depth, branches)]
+        # The row is a branch of the node for the prefix that it shares with the next row.
         if self._open[-1][0] < depth:
             self._open.append((depth, []))
         self._open[-1][1].extend(branches)
@@ -113,7 +115,11 @@ class _Tree:
         return _Branch(leader, rows)
 
     def _rank(self, branch: _Branch) -> tuple[bool, int, int]:
-        """Return the sort key of a leader: a sent row leads, then that of most rows, then the longest."""
+        """Return the sort key of a branch's leader; the largest key leads the merged branch.
+
+        A row that was sent already comes first, then the leader with the most rows, then the one with the
+        longest prompt.
+        """
         return branch.leader < self._sent, branch.rows, len(self._prefixes[branch.leader])
 
 
@@ -157,8 +163,8 @@ distance counts as still cached."""
 LEAST_PASSES = 1 / 8
 """Minimum reuse distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
-"""Assumed bytes per prompt token before the first answer. The value is high, because too short a distance
-costs more than too long a distance."""
+"""Assumed bytes per prompt token before the first answer. The value is too high rather than too low, because
+too long a distance costs less than too short a distance."""
 FOLLOWERS_A_CHECK = 32
 """Number of answered followers after which the reuse distance is checked."""
 NEARER = 0.7
@@ -168,7 +174,7 @@ WIDER = 1.5
 MISS_SHARE = 0.1
 """Maximum fraction of followers without a prefix cache hit at which the reuse distance stays."""
 LEAST_EXPECTED_TOKENS = 64
-"""Minimum number of tokens of a follower's shared prefix for the follower to count in a check."""
+"""Minimum length of a shared prefix, in tokens, for a follower to count in a check of the reuse distance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,25 +196,33 @@ class ReuseDistance:
         self._schedulers = schedulers
         self._pass_tokens = pass_tokens
         self._knows_scheduler = schedulers <= len(info.routes)
+        """Whether each route has one scheduler, so that the route of a row tells its prefix cache."""
         self._least = LEAST_PASSES * pass_tokens
+        """Minimum of the distance, in prefill tokens of one scheduler."""
         self._most = max(MOST_POOL_SHARE * pool, self._least)
+        """Maximum of the distance, in prefill tokens of one scheduler."""
         self._first = pass_tokens * PASSES
+        """Prefill tokens of one scheduler in a bit more than one pass."""
         self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
+        """The present distance, in prefill tokens of one scheduler."""
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._missed, self._evicted = 0, 0, 0
         self._last_miss_share, self._mean_miss_share = 0.0, 0.0
-        self._clock, self._changed_at = 0.0, 0.0  # prefill tokens sent: until now, until the last change
+        self._clock = 0.0
+        """Number of prefill tokens that were sent so far."""
+        self._changed_at = 0.0
+        """Value of the clock at the last correction."""
         self._factor = WIDER
         self._expected_tokens, self._found_tokens = 0.0, 0.0
 
     @property
     def tokens(self) -> int:
-        """Prefill tokens between a leader and its followers."""
+        """Reuse distance in prefill tokens, over all schedulers."""
         return round(self._tokens * self._schedulers)
 
     @property
     def has_room(self) -> bool:
-        """Whether the KV pool is so large that a prefix stays cached over three distances."""
+        """Whether the KV pool is so large that a prefix stays cached over three reuse distances."""
         return 3 * self._tokens <= self._most
 
     @property
@@ -230,7 +244,11 @@ class ReuseDistance:
         return self._clock - leader.sent_clock >= (self._tokens - in_pass) * self._schedulers
 
     def keeps(self, clock: float, more_bytes: int = 0) -> bool:
-        """Tell whether a prefix last used at `clock` is still cached after `more_bytes` of prompts."""
+        """Tell whether a prefix is still in the prefix cache.
+
+        `clock` is the value of the clock at the prefix's last use. `more_bytes` of prompts will be sent
+        before the prefix is used again.
+        """
         ahead = self._clock - clock + more_bytes / self.bytes_a_token
         return ahead <= self._most * self._schedulers
 
@@ -253,9 +271,11 @@ class ReuseDistance:
         self._expected_tokens += expected
         self._found_tokens += min(expected, cached)
         if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
-            return None  # The prefix may be in another cache, or the row was sent before the last correction.
+            # Such a follower proves nothing: the prefix may be in the cache of another scheduler, or the row
+            # was sent before the last correction.
+            return None
         self._followers += 1
-        if cached < expected / 2:
+        if cached < expected / 2:  # Tokens in the cache by chance, such as a common beginning, are no hit.
             self._missed += 1
             # A prefix that was ready before the row was sent, and then was missing, has been evicted.
             self._evicted += leader.prefix_ready_at < row.sent_at
@@ -291,7 +311,8 @@ class ReuseDistance:
             return None
         if 2 * evicted > missed or self._tokens >= self._first:
             self._factor = NEARER
-        elif miss_share > last_miss_share > MISS_SHARE:  # The last correction made it worse: reverse it.
+        # The last correction made the misses more frequent, so its direction is reversed.
+        elif miss_share > last_miss_share > MISS_SHARE:
             self._factor = NEARER if self._factor == WIDER else WIDER
         old = self.tokens
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
@@ -320,16 +341,21 @@ heap never compares rows, and the row."""
 
 
 class FollowerRelease:
-    """Rows not sent yet: leaders in order, and followers until their leader is far enough ahead."""
+    """Holds back rows that are ready to send.
+
+    Leaders go in order. Followers go once their leader is far enough ahead.
+    """
 
     def __init__(self, distance: ReuseDistance | None) -> None:
         """Without a `distance`, all rows are sent in the order in which they are added."""
         self._distance = distance
         self._leaders: deque[OrderedRow] = deque()
         self._leaders_bytes = 0
-        self._held: list[HeldFollower] = []  # a heap
+        self._held: list[HeldFollower] = []
+        """Heap of the followers that are held back."""
         self._held_bytes = 0
-        self._due: list[DueFollower] = []  # a heap
+        self._due: list[DueFollower] = []
+        """Heap of the followers whose leaders are far enough ahead."""
         self._serial = count()
 
     def __len__(self) -> int:
@@ -350,8 +376,11 @@ class FollowerRelease:
         """
         if not leader.followers:
             return
+        # The order within `_held`: it matters if followers must go before they are due.
         leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
         for turn, row in enumerate(leader.followers):
+            # The rank among due followers. With the turn as the rank, followers of different leaders
+            # alternate. A follower that leads other rows goes behind all of these.
             rank = BEHIND - row.shared_bytes if row.followers else turn
             heapq.heappush(self._held, (leader.sent_clock, next(self._serial), rank, row))
             self._held_bytes += row.memory_bytes
@@ -370,12 +399,13 @@ class FollowerRelease:
         if self._held:
             self._find_due()
         must_release = self._held and not self._due and self._would_evict()
-        if self._leaders and not must_release and (not self._due or (last and self._is_near_end())):
+        leader_is_next = not must_release and (not self._due or (last and self._is_near_end()))
+        if self._leaders and leader_is_next:
             row = self._leaders.popleft()
             self._leaders_bytes -= row.prompt_bytes
         elif self._due:
             row = heapq.heappop(self._due)[-1]
-        elif self._held and (last or must_release or self._holds_most()):
+        elif self._held and (last or must_release or self._holds_most()):  # A follower goes early.
             row = self._release_held()[-1]
         else:
             return None
@@ -402,11 +432,11 @@ class FollowerRelease:
         return not self._distance.keeps(oldest_clock, self._leaders[0].prompt_bytes)
 
     def _is_near_end(self) -> bool:
-        """Tell whether the last leaders should go before due followers.
+        """Tell whether the last leaders should go before the due followers.
 
-        Otherwise no rows would be left to send between the last leaders and their own followers. The due
-        followers then wait up to three reuse distances. So the result is false if their prefix would be
-        evicted by then.
+        If the last leaders went later, no rows would be left to send between them and their own followers.
+        But the due followers then wait for up to three reuse distances, so the result is false if their
+        prefixes would be evicted by then.
         """
         if self._distance is None or not self._distance.has_room:
             return False
@@ -435,18 +465,22 @@ class OutputLengths:
         self._sums: dict[int, tuple[int, int]] = {}  # number of rows and of their output tokens, by template
 
     def record(self, row: OrderedRow, tokens: int) -> None:
-        """Add the output tokens of an answered row."""
+        """Add the number of output tokens of an answered row to the average of its template."""
         rows, sum_ = self._sums.get(row.template, (0, 0))
         if rows or len(self._sums) < MOST_TEMPLATES:
             self._sums[row.template] = rows + 1, sum_ + tokens
 
     def expected(self, row: OrderedRow) -> float:
-        """Return the output tokens that a row is expected to have, `max_new_tokens` at most."""
-        limit = row.request.sampling["max_new_tokens"]
-        if row.request.sampling.get("ignore_eos"):
+        """Return the expected number of output tokens of a row.
+
+        This is the mean over the answered rows with the same template. Until there are FEWEST_ROWS of them,
+        or if the output cannot end early, it is `max_new_tokens`.
+        """
+        limit: int = row.request.sampling["max_new_tokens"]
+        answered_rows, output_tokens = self._sums.get(row.template, (0, 0))
+        if row.request.sampling.get("ignore_eos") or answered_rows < FEWEST_ROWS:
             return float(limit)
-        rows, tokens = self._sums.get(row.template, (0, 0))
-        return min(limit, tokens / rows) if rows >= FEWEST_ROWS else float(limit)
+        return min(limit, output_tokens / answered_rows)
 
 
 WINDOW_ROWS = 2048
@@ -462,8 +496,8 @@ the rows that one worker holds."""
 PIECE_ROWS = 256
 """Maximum number of rows that are handed on to the feeder together."""
 PIECE_BYTES = 64 << 20
-"""Approximate maximum of the memory, in bytes, that rows handed on together take once they are tokenized and
-their files are read."""
+"""Approximate maximum size of a piece in memory, in bytes, with its token ids and files. A piece is the rows
+that are handed on to the feeder together."""
 IDS_BYTES = 16
 """Memory for token ids, in bytes per byte of a prompt."""
 TEMPLATE_BYTES = 256
@@ -506,11 +540,11 @@ class Reorderer:
         caches: int = 1,
         by_length: bool = False,
     ) -> None:
-        """Order rows by shared prefixes if a `distance` is given, and by output length if `lengths` are.
+        """Order rows by shared prefixes if `distance` is set, and by output length if `lengths` is set.
 
         With `by_length` the longest prompts of the window go first, so that rows of similar length share a
-        pass. With `dedupe` equal requests are sent once. `caches` is the number of prefix caches, of which
-        each scheduler of the engine has one.
+        pass. With `dedupe` equal requests are sent once. `caches` is the number of prefix caches; each
+        scheduler of the engine has one.
         """
         self._distance = distance
         self._lengths = lengths
@@ -530,12 +564,12 @@ class Reorderer:
         return len(self._window) + len(self._release)
 
     def sharing(self) -> dict[str, Any]:
-        """Return `sharing` of report.json; empty without a distance."""
+        """Return the field `sharing` of report.json; empty if rows are not ordered by shared prefixes."""
         return self._distance.as_dict() if self._distance is not None else {}
 
     def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
         """Learn from an answer; return how that changed the reuse distance."""
-        if not isinstance(row, OrderedRow):  # a request of a rollout, which takes no part in the order
+        if not isinstance(row, OrderedRow):  # A request of a rollout is not reordered.
             return None
         if self._lengths is not None:
             self._lengths.record(row, completion.output_tokens)
@@ -552,6 +586,7 @@ class Reorderer:
                     self._add(item)
             if outcomes:
                 yield outcomes
+            # An empty batch means that the next rows may take a while, so no row waits for them.
             if not batch or self._is_full(source.unread, is_shared=source.is_shared):
                 yield from self._ordered(last=not batch)
         yield from self._ordered(last=True)
@@ -560,7 +595,8 @@ class Reorderer:
         """Add a row to the window, the rows that are ordered together next."""
         row = OrderedRow(request)
         prefix = prompt_bytes(request)
-        row.prompt_bytes = len(prefix)  # needed even without reordering: it bounds the read-ahead
+        # Needed even without reordering, because it limits how far rows are read ahead.
+        row.prompt_bytes = len(prefix)
         self._digests.write(request, prefix)
         if self._distance is not None or self._lengths is not None or self._dedupe:
             row.prefix, row.template = prefix, crc32(prefix[:TEMPLATE_BYTES])
@@ -570,9 +606,11 @@ class Reorderer:
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
         """Tell whether the window has enough rows to be ordered; `unread` rows are still to be read.
 
-        `is_shared` says that other workers could process the rows instead.
+        The last rows of the input are ordered together: the window gets larger by LAST_ROWS, and it is not
+        full before the end of the input. `is_shared` says that other workers could process the rows instead.
         """
-        if self._distance is None and self._lengths is None and not (self._dedupe or self._by_length):
+        reorders = self._distance is not None or self._lengths is not None or self._dedupe or self._by_length
+        if not reorders:
             return True
         limit = WINDOW_ROWS
         if is_shared:
@@ -618,7 +656,7 @@ class Reorderer:
         while len(rows) < PIECE_ROWS and size < PIECE_BYTES and (row := self._release.take(last=last)):
             rows.append(row)
             size += IDS_BYTES * row.prompt_bytes + sum(file.expected_size for file in row.request.media)
-            if not self._began:
+            if not self._began:  # Only at the start are the prefix caches empty.
                 self._prime_leader_of(row, primes)
         self._began = self._began or bool(rows)
         # Only rows in `_sent` are compared with later rows, so all other rows can drop their prompts.
@@ -639,7 +677,7 @@ class Reorderer:
         # more than the leader's prefix. If they were admitted in one pass, each of them would compute this
         # rest.
         for index, place in sorted(places.items()):
-            if index < len(sent_rows):  # A sent row has its leader already.
+            if index < len(sent_rows):  # A row that was already sent keeps its old leader.
                 continue
             row, leader = rows[index], rows[place.leader]
             row.leader, row.shared_bytes = leader, place.shared_bytes
@@ -647,21 +685,24 @@ class Reorderer:
         for leader in sent_rows:
             self._release.hold_followers(leader)
         if self.caches > 1:
+            # Prefixes that many rows share are computed on every replica.
             limit = max(1, COMMON_SHARE * len(window) / self.caches)
-            self._find_groups(
-                window, {rows[index] for index, place in places.items() if place.group_rows > limit}
-            )
+            common = {rows[index] for index, place in places.items() if place.group_rows > limit}
+            self._find_groups(window, common)
 
     def _find_groups(self, window: list[OrderedRow], common: set[OrderedRow]) -> None:
-        """Set the prefix group of each row of the window, so that a group goes to one replica.
+        """Set the prefix group of each row in the window. All rows of a group go to one replica.
 
-        A row in `common` shares with its leader a prefix that every replica computes.
+        The rows in `common` share with their leader a prefix that every replica computes, so such a row need
+        not go to the leader's replica.
         """
         rows_of = Counter(_find_group(row, common) for row in window)
         for group, rows in rows_of.items():
             first = group.first
             assert isinstance(first, OrderedRow)
-            if rows == 1 and first.sent_clock == 0:  # The row is alone in its group: any route will do.
+            # A row that is alone in its group may go to any route. If it was sent already, a later row may
+            # still join the group, so the group stays.
+            if rows == 1 and first.sent_clock == 0:
                 first.group = None
             elif group.home is None:
                 group.to_come += rows
@@ -684,7 +725,11 @@ class Reorderer:
     def _prime_leader_of(self, row: OrderedRow, primes: dict[OrderedRow, PrimeTask]) -> None:
         """Add a prime task for the leader of a row, if both may be in the engine's first prefill pass."""
         leader, distance = row.leader, self._distance
-        if not leader or not distance or not distance.is_first_pass(row) or leader.request.kind == "body":
+        if not leader or not distance or not distance.is_first_pass(row):
+            return
+        if (
+            leader.request.kind == "body"
+        ):  # A request body is sent unchanged, so its output cannot be limited.
             return
         task = primes.get(leader)
         if task is None:

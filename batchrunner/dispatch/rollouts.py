@@ -74,11 +74,11 @@ BLOCKED_SHARE = 1 / 4
 """Minimum fraction of the checks that find a long step (see LONG_STEP_S) in a process that counts as
 blocked."""
 LEAST_AHEAD = 8
-"""Number of requests, queued or expected soon, at which no more rows are opened. The number is larger if
-AHEAD_SHARE of the slots is more."""
+"""Minimum threshold, in requests. If the requests that are queued or expected soon reach the threshold, no
+more rows are opened. The other threshold is AHEAD_SHARE of the slots; the larger one counts."""
 AHEAD_SHARE = 1 / 8
-"""Number of requests, queued or expected soon, at which no more rows are opened, as a fraction of the slots.
-The number is at least LEAST_AHEAD."""
+"""Share of the slots. If the requests that are queued or expected soon reach this share, no more rows are
+opened. The threshold is at least LEAST_AHEAD requests."""
 MOST_OPEN = 8192
 """Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
@@ -101,7 +101,7 @@ class Rollout:
     answers: dict[TurnKey, asyncio.Future[Outcome]] = field(default_factory=dict)
     """Answers to its requests, including answers from earlier runs of its function."""
     sent_counts: Counter[str] = field(default_factory=Counter)
-    """How often its function has sent each request since its last start."""
+    """For each request, how often the rollout function has sent it since the function last started."""
     last_request: str = ""
     """The last request of its function, as JSON."""
     group: PrefixGroup | None = None
@@ -150,12 +150,17 @@ class RolloutProcess(HookProcess):
             self._writer.close()
 
     def check_step(self, limit_s: float) -> None:
-        """Count the check and a long step that is in progress; a step over `limit_s` sets `kill_reason`."""
+        """Check how long the current step of the process has been running.
+
+        Set `kill_reason` if that exceeds `limit_s`. Count a step over LONG_STEP_S as well, to find processes
+        that are often blocked.
+        """
         number, since = self.step()
         step_s = time.monotonic() - since if number else 0.0
         if step_s > limit_s:
             self.kill_reason = f"took more than {limit_s:g} s between two awaits (limits.python)"
-        if len(self.rollouts) > 1 and self.is_loaded.is_set():  # Otherwise no other row waits.
+        # If the process runs only one rollout, a long step keeps no other row waiting.
+        if len(self.rollouts) > 1 and self.is_loaded.is_set():
             self._checks += 1
             if step_s > LONG_STEP_S:
                 self._blocked_checks += 1
@@ -164,7 +169,7 @@ class RolloutProcess(HookProcess):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the code of one row often keeps the others waiting."""
+        """Whether the code of one rollout often blocks the process, so that its other rollouts wait."""
         is_often = self._blocked_checks >= BLOCKED_SHARE * self._checks
         return is_often and len(self._long_steps) >= LONG_STEPS
 
@@ -184,7 +189,7 @@ class RolloutProcess(HookProcess):
             async with asyncio.timeout(limit_s):
                 return await rollout.result
         except TimeoutError:
-            self.send(number, None, None)  # cancels the function, which still runs
+            self.send(number, None, None)  # cancel the function in its process, where it is still running
             raise
         finally:
             del self.rollouts[number]
@@ -204,13 +209,14 @@ class Rollouts:
     store: TurnStore | None
     """Store of the answers; None if they are not stored, as for the rows of a program."""
     turns: int = 0
-    """Requests that were answered in this attempt."""
+    """Number of requests that were answered in this attempt."""
 
     def __post_init__(self) -> None:
         """Open no row yet."""
         self._group = asyncio.TaskGroup()
         self._limits = self.job.limits
         self._label = f"{ROLLOUT}: {self.functions.facts[ROLLOUT].name}"
+        # `turns` is not reserved here, so a function may return its own value of it.
         self._reserved_columns = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
         self._starting: set[Rollout] = set()
@@ -221,6 +227,7 @@ class Rollouts:
 
     def state(self) -> dict[str, int]:
         """Return the numbers of open rows, of rows that wait for tools or a blocked process, and of turns."""
+        # A rollout without a pending request waits for a tool, or for a rollout that blocks its process.
         idle = {
             rollout for rollout in self._open if all(answer.done() for answer in rollout.answers.values())
         }
@@ -260,7 +267,7 @@ class Rollouts:
             if batch is None:
                 return
             for item in batch:
-                if isinstance(item, Outcome):  # the row cannot be read
+                if isinstance(item, Outcome):  # An Outcome comes for a row that cannot be read.
                     await self.results.put(item)
                     continue
                 await self.backlog.wait_for_room(self._may_open)
@@ -279,7 +286,7 @@ class Rollouts:
     async def _run_rollout(self, rollout: Rollout) -> None:
         """Run the function of a row, and store what it returned. Raises StorageError."""
         began = time.monotonic()
-        if self.store is not None:
+        if self.store is not None:  # Requests that an earlier start answered get the stored answers.
             for key, outcome in self.store.take(rollout.request.ref).items():
                 rollout.answers[key] = asyncio.get_running_loop().create_future()
                 rollout.answers[key].set_result(outcome)
@@ -292,7 +299,10 @@ class Rollouts:
         self.backlog.wake()
 
     async def _drop_answers(self, rollout: Rollout, *, is_done: bool = False) -> None:
-        """Drop a rollout's answers and pending requests. If it is not done, drop its stored answers too."""
+        """Drop the answers and pending requests of a rollout.
+
+        If it is not done, drop its stored answers too.
+        """
         for answer in rollout.answers.values():
             answer.cancel()
         rollout.answers.clear()
@@ -320,17 +330,20 @@ class Rollouts:
                 except ProcessEndedError as failure:
                     running_number, _ = process.step()
                     is_guilty = running_number == number
+                    # Without doubt the row ended the process, so it fails. Otherwise it is tried again.
                     if has_own_process or (process.kill_reason and is_guilty):
                         return [], f"{self._label}: {failure}"
                     if is_guilty:
                         suspicion += OWN_PROCESS_SUSPICION
-                    elif not running_number:  # No row's code ran, so any row of the process may be guilty.
+                    # No row's code was running when the process ended, so any of its rows may have ended it.
+                    elif not running_number:
                         suspicion += 1
                     continue
                 finally:
                     if has_own_process:
                         process.kill()
-            # If a repeated run leaves stored answers unused, its results would not fit these answers.
+            # If the repeated function leaves stored answers unused, it has sent other requests than before,
+            # so its result would not fit the stored answers.
             if rollout.sent_counts.total() < len(rollout.answers):
                 log.warning(
                     "row %d: %s sent other requests when it was run again, so the row starts anew",
@@ -341,7 +354,7 @@ class Rollouts:
                 continue
             reserved = next((name for row in rows for name in row if name in self._reserved_columns), None)
             if reserved is not None:
-                return [], f"{self._label}: a result has a column {reserved!r} already: rename yours"
+                return [], f"{self._label}: results have a column {reserved!r} of their own: rename yours"
             return rows, error
 
     def _shared_process(self) -> RolloutProcess:
@@ -369,7 +382,7 @@ class Rollouts:
                 rollout = process.rollouts.get(number)
                 if rollout is None or rollout.result.done():
                     continue
-                if question is None:
+                if question is None:  # The function has ended, and `value` is its result.
                     rollout.result.set_result(value)
                 elif rollout.sent_counts.total() < self._limits.turns:
                     self._answer_request(process, number, rollout, question=question, text=value)
@@ -377,7 +390,7 @@ class Rollouts:
                     why = f"sent more than {self._limits.turns} requests (limits.turns)"
                     rollout.result.set_result(([], f"{self._label}: {why}"))
         except EOFError:
-            process.is_shared = False  # No further rollout may start in the process.
+            process.is_shared = False  # The process has ended, so no further rollout may start in it.
             reason = process.kill_reason or await asyncio.to_thread(process.how_it_ended)
             if process.rollouts:
                 log.warning("%s: %s", self._label, reason)
@@ -396,11 +409,13 @@ class Rollouts:
         rollout.last_request = text
         digest = xxh3_128_hexdigest(text.encode())
         rollout.sent_counts[digest] += 1
+        # Equal requests are told apart by their order: the second one gets the second stored answer.
         key = digest, rollout.sent_counts[digest]
         answer = rollout.answers.pop(key, None)
         if answer is None:
             answer = self._group.create_task(self._send_request(rollout, key, text))
-        rollout.answers[key] = answer  # keeps the order of the requests, for stored answers too
+        # The dict keeps the order of the requests, even if their answers come from the store.
+        rollout.answers[key] = answer
 
         def send_answer(answer: asyncio.Future[Outcome]) -> None:
             if not answer.cancelled() and answer.exception() is None:
@@ -418,6 +433,7 @@ class Rollouts:
             return Outcome(ref=ref, completion=None, error=str(refusal), latency_s=None, attempts=0)
         if isinstance(ready, Outcome):  # the prompt cannot be tokenized, or is too long
             return ready
+        # All requests of a rollout are in one prefix group, which the first request creates.
         turn = Turn(asyncio.get_running_loop().create_future(), is_first=rollout.group is None)
         answers = AnswerHistory(ready, unencoded=request)
         row = PendingRow(ready, prompt_bytes=len(text), answers=answers, turn=turn)
@@ -462,6 +478,7 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         kind, content = kind_of_prompt(prompt)
         spec = validated(SamplingSpec, sampling, "generate")
     except (ValueError, JobError) as failure:
+        # Unlike a job file, a call cannot take a value from a column.
         why = str(failure).removeprefix("generate: ").replace(", or should be {column: NAME}", "")
         raise RowRefusedError(f"generate: {why}") from None
     problem = None if tools is None else tool_problem(tools)
@@ -472,6 +489,7 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         problem = "n: must be 1; for several answers, await several calls with asyncio.gather"
     if problem is not None:
         raise RowRefusedError(f"generate: {problem}")
+    # Only parameters that the call gives replace those of the job.
     parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(parameters.get("json_schema"), dict):
         parameters["json_schema"] = json.dumps(parameters["json_schema"])
@@ -516,6 +534,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
     # The result has the text of the last answer, and the sums of the token counts of all answers.
     last = completions[-1] if completions else NO_ANSWER
     completion = last._replace(
+        # A function that returns no rows leaves the row out of the results.
         finish_reasons=last.finish_reasons if rows or error is not None else [LEFT_OUT],
         completion_tokens=[sum(answer.output_tokens for answer in completions)],
         prompt_tokens=sum(answer.prompt_tokens or 0 for answer in completions),
@@ -528,7 +547,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
             ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },
     )
-    # The first attempt of each answer is no retry of the row, so only the further attempts count.
+    # Only the further attempts of each answer count as retries, because a rollout sends several requests.
     attempts = 1 + sum(max(0, outcome.attempts - 1) for outcome in outcomes)
     return Outcome(
         ref=rollout.request.ref, completion=completion, error=error, latency_s=latency_s, attempts=attempts

@@ -57,7 +57,7 @@ class RouteRecord:
     answered: int = 0
     """Number of answers that count."""
     refused: int = 0
-    """Number of temporary refusals that count."""
+    """Number of temporary refusals that count as evidence, see `Refusals`."""
     newest: float = 0.0
     """Time at which the newest answered request was sent, in seconds of the monotonic clock."""
     last: Request | None = None
@@ -100,7 +100,8 @@ class Route:
     kept: deque[Any] = field(default_factory=deque)
     """Rows (`PendingRow`) that wait for this route because their prefix is cached there."""
     promised: int = 0
-    """Number of rows in `kept`, plus the rows of the route's prefix groups that are not in the queue yet."""
+    """Number of rows that this route is going to send: the rows in `kept`, and those rows of its prefix
+    groups that have not reached the queue yet."""
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
     """Evidence against the route from rows that failed since its last answer; None without such rows."""
@@ -110,7 +111,7 @@ class Route:
     """End of the cooldown or suspension; 0 if none has begun since the route's last answer."""
     _cooldown_s: float = FIRST_COOLDOWN_S
     _suspension_s: float = 0.0
-    """Length of the last suspension; 0 if the route has answered since."""
+    """Length of the last suspension, in seconds; 0 if the route has answered since."""
 
     @property
     def is_suspended(self) -> bool:
@@ -139,6 +140,7 @@ class Route:
         """Suspend the route; return the length in seconds, or None if it is already suspended."""
         if self.is_suspended and self.cools_until > now:
             return None
+        # After an answer the length is 0 again, so the first suspension follows.
         self._suspension_s = min(self._suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
         self.cools_until = now + self._suspension_s
         return self._suspension_s
@@ -169,7 +171,10 @@ class Routes:
         return self._by_url[url]
 
     def open(self, url: str, ended: EndedRows | None = None) -> Route:
-        """Return the route to a server; create it, with these ended rows, if there is none."""
+        """Return the route to a server.
+
+        If there is none, create it, with `ended` as its counts of ended rows.
+        """
         route = self._by_url.get(url)
         if route is None:
             route = self._by_url[url] = Route(url, ended or EndedRows())

@@ -3,8 +3,8 @@
 Weighted fair queueing: each account has a virtual time, which is the cost of its rows divided by its share.
 Slots go to the accounts whose virtual times are behind, so the costs of accounts that always have rows to
 send grow in proportion to their shares, whatever the lengths of their prompts and answers. Equal numbers of
-slots would not do: a scheduler prefills before it decodes, so an account with long prompts and short answers
-would stop all others with the slots that it has.
+slots would not be fair: a scheduler prefills before it decodes, so an account with long prompts and short
+answers could block all other accounts with its slots alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ OUTPUT_COST = 2.0
 engines/simulation/replica.py), a prompt token takes 29 µs. An output token takes 39 µs when 256 requests run,
 and 110 µs when 64 run."""
 CONTEXT_COST = 1 / 600
-"""Cost of reading one token of the context for one output token, in prompt tokens. It takes 49 ns by the same
-estimate."""
+"""Cost of reading one context token while one output token is generated, in prompt tokens. The read takes 49
+ns in the estimate that DECODE_COST is from."""
 ROW_COST = 2
 """Cost of a row besides its tokens, in prompt tokens. It is small, because SGLang's HTTP process works beside
 the engine, but not 0, so that an account with refused rows does not get all slots."""
@@ -44,17 +44,18 @@ class Account:
     most_tokens: int | None = None
     """Value of `tokens` from which on no row is sent; None if there is no limit."""
     tokens: int = 0
-    """Prompt and output tokens of the ended rows. Whoever sets the limit may set this number back."""
+    """Prompt and output tokens of the ended rows. A program that sets `most_tokens` may reset this count."""
     cost: float = 0.0
     """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
     that an account cannot save up time of the engine."""
     rows_averaged: int = 0
-    """Weight of `row_cost` in rows, at most ROWS_AVERAGED. A cost that is taken from other accounts has the
-    full weight; 0 means that nothing is known."""
+    """Weight of `row_cost` in rows, at most ROWS_AVERAGED. If `row_cost` was copied from other accounts, it
+    has the full weight. With 0, no cost is known yet."""
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
     prompt_tokens: float = 0.0
-    """Mean number of prompt tokens of the newest run, as far as it is known before its rows end."""
+    """Mean number of prompt tokens per row of the account's newest run, as estimated before rows of the run
+    end."""
 
     @property
     def is_paused(self) -> bool:
@@ -81,12 +82,12 @@ class Account:
         self.row_cost += (cost - self.row_cost) / self.rows_averaged
 
     def expect_prompts(self, tokens: float) -> None:
-        """Raise the mean cost of a row for a new run, whose prompts have a mean number of `tokens`."""
+        """Raise `row_cost` to at least `tokens`, the mean number of prompt tokens of a new run's rows."""
         self.prompt_tokens = tokens
         self.row_cost = max(self.row_cost, tokens)
 
     def change_share(self, share: float) -> None:
-        """Set the share; the virtual time stays as it is."""
+        """Change the share. The cost is scaled too, so that the virtual time does not jump."""
         self.cost *= share / self.share
         self.share = share
 
@@ -95,11 +96,12 @@ class Account:
         self.cost = max(self.cost, time * self.share)
 
     def begin_beside(self, in_flight: Mapping[Account, int]) -> None:
-        """Begin beside other accounts, each with its number of rows in flight.
+        """Raise the virtual time to that of the other accounts, so that this account starts level with them.
 
-        Their rows in flight count as ended, if their cost is known. Otherwise this account would get as much
-        work once more. Until rows of this account have ended, they are taken to cost as much as those of the
-        others, or as its prompts if that is more: a wrong guess would give far too many or too few slots.
+        `in_flight` has the number of rows in flight of each other account. These rows count as ended if their
+        cost is known. Until rows of this account have ended, a row is assumed to cost as much as a row of the
+        other accounts, or as the prompts of this account if that is more. A wrong assumption would give this
+        account far too many or too few slots.
         """
         known = [other for other in in_flight if other.rows_averaged]
         if known and not self.rows_averaged:
@@ -145,6 +147,8 @@ def divide(slots: int, claims: Sequence[Claim]) -> list[int]:
         backlog[claim.account] += claim.in_flight + claim.unsent
     remaining = _slots_of_accounts(slots, wanted)
     limited = [account for account in wanted if remaining[account] < wanted[account]]
+    # An account that needs less than its share falls behind in virtual time. It must not save up this time,
+    # so it is advanced to the earliest of the accounts that need more.
     if limited:
         earliest = min(account.time for account in limited)
         for account in wanted:
@@ -162,13 +166,17 @@ def divide(slots: int, claims: Sequence[Claim]) -> list[int]:
 
 
 def _slots_of_accounts(slots: int, wanted: dict[Account, int]) -> dict[Account, int]:
-    """Return the number of slots of each account: all that it wants, if there are enough for all."""
+    """Divide the slots among the accounts by their virtual times; return the number of slots of each account.
+
+    If there are enough slots, each account gets all that it wants.
+    """
     if sum(wanted.values()) <= slots:
         return {**wanted}
 
     def slots_until(time: float) -> dict[Account, float]:
         return {account: min(most, account.slots_until(time)) for account, most in wanted.items()}
 
+    # Find the virtual time up to which the slots are enough for all accounts, by bisection.
     too_early = min(account.time for account in wanted)
     too_late = max(account.time + slots * account.row_cost / account.share for account in wanted)
     for _ in range(BISECTIONS):

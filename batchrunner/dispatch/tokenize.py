@@ -63,7 +63,7 @@ def _field_needing_client(job: Job, kind: PromptKind, info: EngineInfo) -> str |
     if job.prompt.truncate is not None:
         return "prompt.truncate"
     if kind == "messages" and "prompt_logprobs" in job.output.asked and not info.simulated:
-        return "output.columns: prompt_logprobs"  # the chat endpoint returns none
+        return "output.columns: prompt_logprobs"  # the chat endpoint returns no logprobs of the prompt
     return None
 
 
@@ -206,9 +206,10 @@ class RowTokenizer:
         events: EventLog,
         functions: HookPool | None,
     ) -> None:
-        """Prepare prompts of one `kind`, or of any kind if it is None; `functions` prepare the rows' files.
+        """Prepare prompts of one `kind`; None means prompts of any kind.
 
-        Raises CannotTokenizeError if the client must tokenize the prompts but cannot do so.
+        `functions` are the Python functions of the job that prepare media files. Raises CannotTokenizeError
+        if the client must tokenize the prompts but cannot do so.
         """
         self._functions = functions if job.prompt.media else None
         self._job, self._engine, self._info, self._events = job, engine, info, events
@@ -246,10 +247,11 @@ class RowTokenizer:
         assert self._functions is not None
         rows = [(request.media,) for request in requests]
         results = await asyncio.to_thread(self._functions.call_many, MEDIA, rows)
-        if len(results) < len(rows):  # the pool is closed
+        if len(results) < len(rows):  # The pool has been closed, so the run is ending.
             raise asyncio.CancelledError
         items: list[Request | Outcome] = []
         for request, result in zip(requests, results, strict=True):
+            # A result without an error may still be the text of an error, in place of the prepared files.
             error = result.error if result.error is not None else result.value
             if isinstance(error, str):
                 items.append(
@@ -266,7 +268,8 @@ class RowTokenizer:
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenize requests whose files are prepared, by the job's task."""
-        if isinstance(self._task, RerankTask):  # the engine tokenizes a query and a document as a pair
+        # The engine tokenizes the query and the document together, as a pair.
+        if isinstance(self._task, RerankTask):
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
@@ -291,7 +294,7 @@ class RowTokenizer:
 
         Raises CannotTokenizeError if the client must tokenize the prompts but cannot do so.
         """
-        self._encoders[kind] = None
+        self._encoders[kind] = None  # The engine tokenizes, unless an encoder can be made.
         may_help = self._job.tokenize == "auto" and kind != "input_ids" and not self._info.simulated
         if may_help or _field_needing_client(self._job, kind, self._info) is not None:
             try:
@@ -308,7 +311,7 @@ class RowTokenizer:
             encoder = self._encoders[kind]
             if encoder is not None and kind not in self._compared:
                 await self._compare(kind, encoder, requests)
-                encoder = self._encoders[kind]  # None if the tokens differ
+                encoder = self._encoders[kind]  # None if client and engine compute different tokens
         if encoder is None:
             return [*requests]
         return await asyncio.to_thread(encoder.encode, requests)
@@ -322,14 +325,14 @@ class RowTokenizer:
         if not encodable:
             return
         self._compared.add(kind)
-        if kind != "input_ids":
+        if kind != "input_ids":  # Prompts of token ids need no tokenization, so there is nothing to compare.
             try:
                 prompts = await _compare_tokens(self._engine, encoder, encodable)
             except CannotTokenizeError as why:
                 self._leave_to_engine(kind, why)
                 return
             log.debug(
-                "batchrunner tokenizes the prompts: the engine splits %d of them into the same tokens",
+                "batchrunner tokenizes the prompts itself: for %d prompts its tokens equal the engine's",
                 prompts,
             )
         self._events.write("tokenize", where="client")

@@ -116,7 +116,7 @@ class ObservedEngine(ABC):
         await self._engine.generate_many(requests, route, observe_and_pass_on)
 
     def _now(self) -> float:
-        """Return the present time, which is also that of the first request if there was none before."""
+        """Return the present time. The first call also records the time as that of the first request."""
         now = time.monotonic()
         self.first_sent_at = self.first_sent_at or now
         return now

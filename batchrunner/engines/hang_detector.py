@@ -17,7 +17,8 @@ from typing import NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 
 TIMES_LONGEST = 5.0
-"""Multiple of the longest silence that ended by itself. Only a silence longer than that is a hang."""
+"""A silence counts as a hang only if it lasts this many times as long as the longest earlier silence that
+ended by itself."""
 WARM_UP = 5.0
 """Multiple of `limits.hang` for which a server must have worked before `limits.hang` applies. Until then,
 only a silence longer than this multiple is a hang: 300 s by default, the same as SGLang's watchdog."""
@@ -100,9 +101,10 @@ class HangDetector:
         if not self._progress:
             return None
         hang = self._timer("").poll(now, (answers, *self._progress.values()), busy=in_flight > 0)
-        for load in loads if len(loads) > 1 else ():
-            busy = in_flight > 0 and load.has_work
-            hang = self._timer(load.scheduler).poll(now, progress[load.scheduler], busy=busy) or hang
+        if len(loads) > 1:  # one of several schedulers may hang while the others make progress
+            for load in loads:
+                busy = in_flight > 0 and load.has_work
+                hang = self._timer(load.scheduler).poll(now, progress[load.scheduler], busy=busy) or hang
         if hang:
             self.restarted()
         return hang
@@ -118,14 +120,14 @@ class HangDetector:
 def progress_of(loads: Iterable[SchedulerLoad]) -> dict[str, object]:
     """Return, by the scheduler's name, the values of each load that only a forward pass changes.
 
-    The length of the queue is left out, because arriving requests change it too. So is the time of the load
-    sample.
-    A gateway's worker reports its tokens only. Its other values are estimated from the rows in flight, and so
-    are left out.
+    Left out are the length of the queue, which arriving requests change too, and the time of the load sample.
+    Of a gateway's worker, only the tokens are reported. The other values are estimates from the rows in
+    flight, so they are left out too.
     """
-    return {
-        load.scheduler: load.used_tokens
-        if load.source == "gateway"
-        else (load.running, load.used_tokens, load.token_usage, load.work)
-        for load in loads
-    }
+    progress: dict[str, object] = {}
+    for load in loads:
+        if load.source == "gateway":
+            progress[load.scheduler] = load.used_tokens
+        else:
+            progress[load.scheduler] = (load.running, load.used_tokens, load.token_usage, load.work)
+    return progress

@@ -54,7 +54,8 @@ async def make_engine(
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
             if task == GENERATE:
-                spec = await asyncio.to_thread(bound_blanks, spec)  # it asks the interpreter for its SGLang
+                # in a thread, because it starts the interpreter to ask for SGLang's version
+                spec = await asyncio.to_thread(bound_blanks, spec)
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
@@ -109,7 +110,7 @@ def _direct_servers(
 async def _reason_for_gateway(spec: GatewayEngine, headers: Mapping[str, str]) -> str | None:
     """Return why rows must go through the gateway; None if they go to its workers directly.
 
-    `headers` authorize batchrunner. The user's own headers are added to them.
+    `headers` has the API key. The headers of the job's own `engine.headers` are sent too.
     """
     if spec.route == "workers":
         return None
@@ -138,7 +139,7 @@ def engine_of(job: Job) -> EngineSpec:
         )
     args = {PARSER: "auto", STRICT_THINKING: True} | spec.args
     env = spec.env
-    # With a parser that would ignore the budgets of rows, SGLang obeys a budget for all rows.
+    # Some parsers ignore the budgets of single rows, but obey a budget for all rows in the environment.
     if args[PARSER] not in BUDGET_PARSERS:
         limit = budget if isinstance(budget, int) else UNLIMITED_THINKING
         env = {THINK_LIMIT: str(limit)} | env
@@ -177,7 +178,8 @@ def bound_blanks(spec: ServerEngine) -> ServerEngine:
     Without a limit, a model may write blanks up to `max_new_tokens`. A limit that the job sets takes
     precedence.
     """
-    if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):  # older versions may lack the flag
+    # versions before 0.5.23 may lack the flag
+    if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):
         return spec
     return spec.model_copy(update={"args": {MAX_BLANKS_FLAG: MOST_BLANKS, **spec.args}})
 

@@ -17,8 +17,8 @@ LEAST_PERIODS = 6
 LONGEST_PERIOD = 2048
 """Maximum number of characters in a period that is searched for."""
 REPEATED_CHARACTERS = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
-"""Number of characters at the end of a text that must also occur one period earlier: the shortest periodic
-end without its first period."""
+"""Number of characters at the end of a text that must also occur one period earlier. The shortest repetition
+has LEAST_CHARACTERS; its first period has no copy before it."""
 WINDOW = LONGEST_PERIOD * LEAST_PERIODS
 """Number of characters at the end of a text that are examined."""
 LEAST_IN_PROMPT = 64
@@ -41,17 +41,21 @@ class Repetition(NamedTuple):
 
 
 def find_repetition(text: str) -> Repetition | None:
-    """Return the periodic end of a text; None if there is none, or it is still too short."""
+    """Return the periodic end of a text; None if there is none, or it is still too short.
+
+    The period is the distance from the last REPEATED_CHARACTERS of the text to their previous occurrence.
+    """
     window = text[-WINDOW:]
     period = _distance_to_repeat(window, REPEATED_CHARACTERS)
     if period is None or period > LONGEST_PERIOD:
         return None
-    # A long period needs more than LEAST_CHARACTERS, so all of the shortest sufficient end is compared.
+    # The repetition must have LEAST_PERIODS periods and LEAST_CHARACTERS, of which only some are compared so
+    # far.
     length = max(LEAST_CHARACTERS, LEAST_PERIODS * period)
     if len(window) < length or window[-length + period :] != window[-length:-period]:
         return None
     start = len(text) - length
-    while start and text[start - 1] == text[start - 1 + period]:  # the periodic end may be longer
+    while start and text[start - 1] == text[start - 1 + period]:  # the repetition may begin further left
         start -= 1
     return Repetition(start, period)
 
@@ -76,6 +80,7 @@ def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) 
     period = _distance_to_repeat(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
     if not period:
         return False
+    # The prompt must have at least two periods in a row, and LEAST_IN_PROMPT characters.
     periods = max(2, math.ceil(LEAST_IN_PROMPT / period))
     return output_text[-period:] * periods in prompt_text
 

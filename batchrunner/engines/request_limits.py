@@ -135,6 +135,6 @@ def refuse_invalid(request: Request) -> None:
         else:
             validated(SamplingSpec, request.sampling, "400")
     except (JobError, ValueError) as failure:
-        # The error is that of a job file. Its hint about YAML and columns does not apply to a request.
+        # The message was written for job files. Requests have no columns, so that hint is removed.
         problem: str = getattr(failure, "message", str(failure))
         raise RowRefusedError(problem.replace(", or should be {column: NAME}", "")) from None

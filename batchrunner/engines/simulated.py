@@ -117,7 +117,7 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
 
 
 class _Output(NamedTuple):
-    """A made-up output."""
+    """One synthetic output of a request."""
 
     text: str
     tokens: int
@@ -135,6 +135,7 @@ class _Output(NamedTuple):
 def _completion(
     outputs: Sequence[_Output], prompt_tokens: int, columns: Mapping[str, list[Any]]
 ) -> Completion:
+    """Combine the synthetic outputs for a prompt into one Completion, without prefix cache hits."""
     return Completion(
         texts=[output.text for output in outputs],
         finish_reasons=[output.reason for output in outputs],
@@ -155,7 +156,8 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
     budget = request.sampling.get(THINKING) or 0
     if budget <= 0:
         return _output_without_thinking(request, number, most_tokens)
-    # The bits of `number` from the 22nd on choose neither the length of the answer nor its text.
+    # These bits of `number` choose neither the length of the answer nor its text, so all three are
+    # independent.
     thinking_tokens = min(_LENGTHS[number >> 22], budget, most_tokens)
     if thinking_tokens < most_tokens:
         output = _output_without_thinking(request, number, most_tokens - thinking_tokens)
@@ -163,7 +165,7 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
         output = _Output("", 0, CUT)
     return output._replace(
         tokens=thinking_tokens + output.tokens,
-        thinking=_text(~number, thinking_tokens),  # ~, so that the thinking has other words than the answer
+        thinking=_text(~number, thinking_tokens),  # `~number` selects other words than those of the answer
         is_thinking_cut=thinking_tokens == budget,
     )
 
@@ -195,7 +197,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
         values, tokens = _values_of(body, fields)
         columns = {RESPONSE: [orjson.dumps(values).decode()]}
         completion = _completion([_Output("", 0, STOPPED)], tokens, columns)
-        return completion._replace(cached_tokens=None)
+        return completion._replace(cached_tokens=None)  # SGLang reports none without decoding
     completions = [answer(request, limit_tokens) for request in _requests_in(body, fields, ref)]
     is_chat = body.path == CHAT_PATH
     choices: list[dict[str, Any]] = []
@@ -234,9 +236,11 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
 
 def _values_of(body: RequestBody, fields: dict[str, Any]) -> tuple[Any, int]:
     """Make up the body of an answer with scores or classes; return it with the number of prompt tokens."""
-    items = fields.get({SCORE_PATH: "items", RERANK_PATH: "documents"}.get(body.path, "input"))
+    items_field = {SCORE_PATH: "items", RERANK_PATH: "documents"}.get(body.path, "input")
+    items = fields.get(items_field)
     texts = items if isinstance(items, list) else [items]
     tokens = [len(orjson.dumps(text)) // BYTES_PER_TOKEN + 1 for text in texts]
+    # One pseudo-random number from 0 to 1 for each text; equal queries and texts give equal numbers.
     numbers = [crc32(orjson.dumps([fields.get("query"), text])) / (1 << 32) for text in texts]
     usage = {"prompt_tokens": sum(tokens), "completion_tokens": 0, "total_tokens": sum(tokens)}
     head = {"model": body.model or "simulated", "usage": usage}
@@ -342,6 +346,7 @@ def _sampling_in(body: RequestBody, fields: dict[str, Any]) -> dict[str, Any]:
     for name, sglang_name in _SAMPLING_OF_BODY.items():
         if fields.get(name):
             sampling[sglang_name] = fields[name]
+    # Chats and completions name a schema in `response_format`, responses in `text`.
     response_format = fields.get("response_format") or {}
     if response_format.get("type") == "json_object":
         sampling["json_schema"] = {"type": "object"}
@@ -372,7 +377,7 @@ def _embeddings_response(
     as_text = fields.get("encoding_format") == "base64"
     response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
     completion = _completion([_Output("", 0, STOPPED)], tokens, {RESPONSE: [response.decode()]})
-    return completion._replace(cached_tokens=None)
+    return completion._replace(cached_tokens=None)  # SGLang reports none without decoding
 
 
 def count_tokens(request: Request) -> int:
@@ -408,7 +413,9 @@ def _length(sampling: dict[str, Any], number: int, most_tokens: int) -> tuple[in
 
 def _text(number: int, tokens: int) -> str:
     """Return a word for each of `tokens`, at most LONGEST_TEXT_WORDS, after the mark of made-up texts."""
-    start = (number >> 10) % _TAPE_STARTS  # not the bits that chose the length, so that both are independent
+    # The length of the answer comes from the last 10 bits, so these are left out, and text and length are
+    # independent.
+    start = (number >> 10) % _TAPE_STARTS
     return MARK + " ".join(_TAPE[start : start + min(tokens, LONGEST_TEXT_WORDS)])
 
 
@@ -498,7 +505,8 @@ class Simulator(Engine):
             )
             for output_tokens in output_lengths
         ]
-        self._advance()  # samples take part from the scheduler's next pass on, so bring its clock up to date
+        # The scheduler takes new samples into its next pass, so its clock must first catch up.
+        self._advance()
         for sample in samples:
             self._replica.scheduler.submit(sample)
         if self._simulation is None or self._simulation.done():

@@ -34,11 +34,11 @@ class Assumptions(NamedTuple):
     output_share: float
     """Fraction of `max_new_tokens` that outputs take if they end by themselves."""
     time_factor: float
-    """Factor of the time that data sheets give."""
+    """Factor by which the time computed from data sheets is multiplied."""
     pass_s: float
-    """Seconds of each decode pass that data sheets leave out."""
+    """Time of each decode pass that does not follow from data sheets, in seconds."""
     row_s: float
-    """Seconds of each row in a decode pass that data sheets leave out."""
+    """Time of each row in a decode pass that does not follow from data sheets, in seconds."""
 
 
 ASSUMPTIONS = (
@@ -84,7 +84,8 @@ def cold_forecast(
         decode_passes = rows_of_copy * samples * output / running
         # Each decode pass reads the weights, and the KV cache of all running requests.
         reading_s = decode_passes * (weights + running * context * kv_per_token) / read_per_s / READ
-        # A token takes two operations for each parameter, as many as the weights have bytes.
+        # A token takes two operations per parameter. With bf16 weights, that is one operation per byte of the
+        # weights.
         operations = rows_of_copy * (prompt + samples * output) * weights
         computing_s = operations / operations_per_s / COMPUTED
         overhead_s = decode_passes * (assumed.pass_s + assumed.row_s * running)

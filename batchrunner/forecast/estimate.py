@@ -91,8 +91,8 @@ class KeptSample(msgspec.Struct):
     """The answers to a sample, with the facts that a later estimate needs: the content of estimate.json."""
 
     engine: str
-    """Digest of the job's `engine`, without the fields that a forecast may change. A digest has no
-    secrets."""
+    """Digest of the job's `engine`, without the fields that a forecast may change. It is a digest so that no
+    secret is stored."""
     most: int
     """Maximum number of rows of the sample."""
     sampled: Setting
@@ -111,7 +111,10 @@ class KeptSample(msgspec.Struct):
 
     @property
     def rows(self) -> BitMap64:
-        """Rows of the sample that were sent and answered. Rows equal to them got the same answers unsent."""
+        """Rows of the sample that were sent and answered.
+
+        Rows with the same request as one of these rows are not included.
+        """
         return BitMap64([attempt.row.row for attempt in self.attempts])
 
 
@@ -137,8 +140,8 @@ class Survey(NamedTuple):
 
         `answered` is the fraction of the sent rows that get an answer.
         """
-        sendable = sum(row.row in pending for row in self.rows) / len(self.read & pending)
-        return max(1, round(len(pending) * sendable * answered * (1 - self.equal)))
+        sendable_share = sum(row.row in pending for row in self.rows) / len(self.read & pending)
+        return max(1, round(len(pending) * sendable_share * answered * (1 - self.equal)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class Estimate:
         if self.cost:
             lines.append(f"cost: {_shown(self.cost, '{:,.2f}'.format)}")
         lines += [f"{name} tokens: {_shown(count, '{:,.0f}'.format)}" for name, count in self.tokens.items()]
-        return [*lines, *sorted(self.why)]  # In a fixed order, two estimates are easy to compare.
+        return [*lines, *sorted(self.why)]  # A fixed order makes two estimates easy to compare.
 
 
 def _shown(figure: Interval, to_text: Callable[[float], str]) -> str:
@@ -249,9 +252,10 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
     rows = _blocks_of(todo) | sampled
     encoder = None
     if prepared.renderer.kind is not None:
-        with contextlib.suppress(CannotTokenizeError):  # Numbers of tokens are then estimated, see `_row_of`.
+        # Without the tokenizer, `_row_of` estimates the numbers of tokens.
+        with contextlib.suppress(CannotTokenizeError):
             encoder = make_encoder(job, info, prepared.renderer.kind)
-    # With another `order`, `decide_order` would not look for common prefixes.
+    # `decide_order` looks for common prefixes only if the job's `order` is "auto".
     with_auto_order = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     decision = decide_order(with_auto_order, todo)
     order = decision.order if job.order == "auto" else job.order
@@ -364,7 +368,7 @@ class _EstimateRequest:
 
 
 class _Basis(NamedTuple):
-    """A forecast, and the facts on which it is based."""
+    """A forecast of the run, with the facts that it was computed from."""
 
     forecast: Forecast
     survey: Survey
@@ -389,7 +393,8 @@ async def _estimate(prepared: PreparedJob, request: _EstimateRequest) -> Estimat
     result = basis.forecast
     gpu_hours = result.seconds.times(_cards(job, basis.tp) * basis.copies / 3600)
     tokens = result.tokens
-    if job.forward is not None:  # A task without decoding has no output; the simulation takes it as a token.
+    # A task without decoding has no output tokens, but the simulation counts one per row.
+    if job.forward is not None:
         tokens = {**tokens, "output": Interval(0, 0, 0)}
     return Estimate(
         seconds=result.seconds,
@@ -445,15 +450,19 @@ async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Bas
         with hold_task(run_dir):
             pass
         if job.output.reuse is not None:
-            # Rows that get an answer of another run take no time. An empty sample only looks for them.
+            # Rows that get the answer of another run take no time. A run with an empty sample sends nothing,
+            # but looks for such rows.
             await execute(job, sample=BitMap64())
         pending = _pending_or_raise(selected, run_dir)
         sample, surveyed = await _take_sample(prepared, pending, most)
-        pending = _pending(selected, run_dir)  # Without the rows of the sample.
+        # The rows of the sample now have answers, so they are no longer pending.
+        pending = _pending(selected, run_dir)
     copies = _copies(job, request, default=len(sample.info.routes))
     result = _forecast(job, surveyed, sample, pending=pending, copies=copies, workers=request.workers)
     is_for_the_job = request.replicas is None and request.workers == 1
-    if is_for_the_job:  # Only such an estimate suits the run that follows.
+    # The estimated time per row is stored only if the estimate is for the workers and replicas that the job
+    # itself has.
+    if is_for_the_job:
         sending_s = max(0.0, result.seconds.median - sample.start_s)
         sample.row_s = sending_s / max(len(pending), 1)
     write_json(path, msgspec.to_builtins(sample))
@@ -475,7 +484,8 @@ def _copies(job: Job, request: _EstimateRequest, *, default: int) -> int:
     replicas = request.replicas or getattr(job.engine, "replicas", None)
     if not isinstance(replicas, int):
         replicas = default
-    if isinstance(job.engine, RunningServers):  # All workers share servers that run already.
+    # Workers do not start their own replicas of servers that are already running.
+    if isinstance(job.engine, RunningServers):
         return replicas
     return replicas * request.workers
 
@@ -542,6 +552,7 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
         run_s = time.monotonic() - run_began
     attempts = recorder.attempts
     answered = BitMap64([attempt.row.row for attempt in attempts])
+    # Rows with an answer may have failed later, for example in the job's checks. They were not refused.
     refused = len((ordinals & read_done(run_dir).failed) - answered)
     # A single answer says nothing on the variation of outputs if other rows failed.
     if not answered or (refused and len(answered) == 1):

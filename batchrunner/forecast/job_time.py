@@ -122,7 +122,7 @@ def choose(rows: Iterable[JobRow], count: int) -> list[JobRow]:
     """Return `count` rows of all lengths, from all over the input."""
     ordered = sorted(rows, key=by_length)
     count = min(count, len(ordered))
-    # The middle row of each of `count` equal parts of the order.
+    # Divide the order into `count` equal parts, and take the middle row of each part.
     return [ordered[len(ordered) * (2 * part + 1) // (2 * count)] for part in range(count)]
 
 
@@ -157,10 +157,11 @@ def simulate(
                     scheduler.submit(request)
                     open_completions[next_row] += 1
             next_row += 1
-        if scheduler.queue or next_row < len(rows):  # The last row does not run yet.
+        # As long as rows wait, the last row has not begun to run.
+        if scheduler.queue or next_row < len(rows):
             ended_before_last = len(work_at_ends) - 1
         step = scheduler.step()
-        if step is None:  # All rows have ended.
+        if step is None:  # No step is left, so all rows have ended.
             decode_passes = max(work.passes - work.prefills, 1)
             return Simulated(work_at_ends, ended_before_last, waiting_passes / decode_passes)
         work = work.plus(step, 0)
@@ -179,7 +180,8 @@ def _requests_of(row: JobRow, outputs: Sequence[int], *, number: int) -> Iterato
     From the second completion on, the prefix cache has the row's prompt.
     """
     prompt = max(1, round(row.prompt))
-    cached = min(round(row.cached), prompt - 1)  # SGLang always computes the last token of a prompt.
+    # SGLang always computes the last token of a prompt, even if the whole prompt is in the cache.
+    cached = min(round(row.cached), prompt - 1)
     for tokens in outputs:
         yield SimulatedRequest(
             prompt_tokens=prompt,
@@ -198,7 +200,7 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
     The rows in `drawn` come from all over the job. The second value is the fraction of the decode passes in
     which rows waited for the KV pool.
     """
-    # A prefill pass of a task without decoding may take as many waiting rows.
+    # A task without decoding may run as many rows in one prefill pass, so as many must wait in the queue.
     most_waiting = setting.config.most_running
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
@@ -211,6 +213,8 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
     # The other rows add only to the steady state, in which a pass has more rows than at the begin and the
     # end.
     steady = _steady_work(simulated)
+    # The same work as that of the simulated rows, but in fewer passes, because each pass is as full as one of
+    # the steady state.
     passes = round(work.samples * steady.passes / max(steady.samples, 1))
     ratio_of_other_rows = count / len(drawn) - 1
     return _plus(work, work._replace(passes=passes), ratio_of_other_rows), simulated.waiting_share
@@ -220,6 +224,8 @@ def _steady_work(simulated: Simulated) -> PassWork:
     """Return the work between ramp-up and drain, at least the work for the middle third of the rows."""
     work_at_ends = simulated.work_at_ends
     third = len(work_at_ends) // 3
+    # The ramp-up ends after DECAY_STEPS passes (work is compared by passes), and the drain begins when no row
+    # waits any more.
     ramp_up_end = min(bisect_right(work_at_ends, PassWork(DECAY_STEPS)), third)
     drain_begin = max(simulated.ended_before_last, 2 * third)
     return _plus(work_at_ends[drain_begin], work_at_ends[ramp_up_end], -1)
@@ -233,7 +239,8 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
     schedulers_of_route = max(1, setting.schedulers // len(routes))
     spans: list[tuple[PassWork, float]] = []
     for attempts_of_route in routes.values():
-        for scheduler in range(schedulers_of_route):  # A server gives rows to its schedulers in turn.
+        # A server gives rows to its schedulers in turn, so every nth row ran on the same scheduler.
+        for scheduler in range(schedulers_of_route):
             spans += _scheduler_spans(attempts_of_route[scheduler::schedulers_of_route], setting.config)
     return spans
 
@@ -245,12 +252,14 @@ def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> li
     """
     ends = sorted(attempt.ended for attempt in attempts)
     ended_before = [bisect_right(ends, attempt.began) for attempt in attempts]
-    simulated = simulate(
-        config,
-        [(attempt.row, attempt.outputs) for attempt in attempts],
-        lambda scheduler, sent, ended: ended_before[sent] <= ended or not scheduler.in_flight,
-    )
-    work = simulated.work_at_ends
+
+    def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
+        # An empty scheduler gets a row in any case, so that the simulation goes on.
+        return ended_before[sent] <= ended or not scheduler.in_flight
+
+    rows = [(attempt.row, attempt.outputs) for attempt in attempts]
+    work = simulate(config, rows, is_due).work_at_ends
+    # The time at which 0, 1, 2 … rows had ended.
     times = [*(attempt.began for attempt in attempts[:1]), *ends]
     # The borders between spans, as numbers of ended rows.
     borders = sorted({(len(work) - 1) * span // MOST_SPANS for span in range(MOST_SPANS + 1)})
@@ -286,7 +295,7 @@ def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, fl
     sample = sorted(answered_rows.values(), key=lambda answered: by_length(answered[0]))
     drawn = []
     for rank, row in enumerate(sorted(rows, key=by_length)):
-        most_alike = sample[rank * len(sample) // len(rows)]  # The same quantile of length.
+        most_alike = sample[rank * len(sample) // len(rows)]  # same quantile of the lengths as the row
         drawn.append((row, _scaled(most_alike, row)))
     drawn.sort(key=lambda row_and_outputs: row_and_outputs[0].row)
     # Only the variance between rows of similar lengths counts, because the draw follows the order of lengths.
@@ -339,19 +348,21 @@ def forecast(
     # The uncertainty of the time has two causes. Each is a standard deviation of the time's logarithm.
     small_sample_factor = 1 + FEW / len(attempts)
     output_tokens = fmean(sum(tokens) for _, tokens in drawn)
+    # The mean of the sample is uncertain, and so is the mean of the rows that will be sent.
     output_deviation *= small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
-    # First cause: simulate outputs that are longer by one standard deviation.
+    # First cause: the output lengths. Simulate outputs that are longer by one standard deviation.
     factor = math.exp(output_deviation)
     longer_outputs = [(row, [math.ceil(factor * tokens) for tokens in lengths]) for row, lengths in drawn]
     longer_work, _ = whole_work(setting, longer_outputs, rows_of_scheduler)
     by_outputs = math.log(max(cost.work_s(longer_work) / seconds, 1.0))
-    # Second cause: the costs of a pass, which also vary from run to run.
+    # The second cause of uncertainty is the costs of a forward pass, which also vary from run to run.
     if len(spans) > FOLDS:
         cost_deviation = small_sample_factor * _deviation_of_costs(spans, work, seconds)
     else:
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
+    # Find the bottleneck: compare the time of the prefill passes alone, and that of the client, with the sum.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
     if client_total_s > seconds:
@@ -383,6 +394,7 @@ def _deviation_of_costs(spans: Sequence[tuple[PassWork, float]], work: PassWork,
     for fold in range(FOLDS):
         other_spans = [span for number, span in enumerate(spans) if number % FOLDS != fold]
         times.append(cost_of(other_spans).work_s(work) / seconds)
+    # The folds share most of their spans, so a jackknife scales the deviation between them up.
     return stdev(times) * (FOLDS - 1) / math.sqrt(FOLDS)
 
 

@@ -1,7 +1,8 @@
 """Reads the requests of a batch file (OpenAI's format), and refuses files with unusable lines.
 
-A custom_id that is missing, no text or repeated, and a wrong endpoint, are faults of the whole file, because
-nothing can be sent for such a line, or its result would not be found. Other faults fail a line alone.
+The whole file is refused if a custom_id is missing, is not text or is repeated, or if an endpoint is wrong.
+The request on such a line could not be sent, or its result could not be matched with it. With any other
+fault, only the request on the line fails.
 
 `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}`
 """
@@ -46,7 +47,7 @@ class _AnyCustomId(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    """Object on a line that is a request, of which only the `custom_id` matters."""
+    """Request on a line, of which only the `custom_id` is decoded."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -89,10 +90,10 @@ class LineFault(NamedTuple):
 
 
 class BatchFileError(InputError):
-    """A batch file has lines for which it is refused; nothing of it is sent."""
+    """A batch file is refused because of some of its lines. None of its requests is sent."""
 
     def __init__(self, message: str, faults: Sequence[LineFault] = (), *, hint: str | None = None) -> None:
-        """Take the message, and the first of the faults, at most MOST_FAULTS of each code."""
+        """`faults` are the first faulty lines of each kind, at most MOST_FAULTS per kind."""
         super().__init__(message, hint=hint)
         self.line_faults = [*faults]
 
@@ -119,7 +120,7 @@ class _LineFaults:
 
 
 def _raise_together(errors: Sequence[BatchFileError]) -> None:
-    """Raise the errors, if there are any: several as one error with a line of text for each."""
+    """Raise the errors, if any. Several errors are combined into one, whose text has a line for each."""
     if len(errors) > 1:
         faults = sorted(fault for error in errors for fault in error.line_faults)
         texts = [text for error in errors for text in (error.faults or [str(error)])]
@@ -135,7 +136,7 @@ class _WrongEndpointError(ValueError):
 
 
 class _WrongCustomIdError(ValueError):
-    """A request has no custom_id, or one that is no text."""
+    """A request has no custom_id, or a custom_id that is not text."""
 
 
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
@@ -169,7 +170,8 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         except _WrongCustomIdError as failure:
             problem = str(failure)
             wrong_ids.add(number, problem)
-        except (ValueError, RecursionError) as failure:  # errors of msgspec and of UTF-8 are ValueErrors
+        # Both msgspec and UTF-8 decoding raise subclasses of ValueError.
+        except (ValueError, RecursionError) as failure:
             values, problem = _custom_id_in(text), f"not a request: {failure}"
         yield TextRecord(number, values, problem, len(line))
     _raise_together([*wrong_ids.errors(path), *wrong_endpoints.errors(path)])
@@ -180,7 +182,7 @@ def _request_in(text: bytes) -> _RequestLine:
 
     The error is a _WrongCustomIdError if the line has a `url`, but no usable custom_id.
     """
-    text.decode()  # refuses bytes that are not UTF-8, which msgspec accepts in a raw body
+    text.decode()  # raise for bytes that are not UTF-8, because msgspec accepts them inside a raw body
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:
@@ -189,13 +191,14 @@ def _request_in(text: bytes) -> _RequestLine:
 
 
 def _check_custom_id(text: bytes) -> None:
-    """Raise _WrongCustomIdError if the request on a line has no custom_id, or one that is no text.
+    """Raise _WrongCustomIdError if the request on a line has no custom_id, or a custom_id that is not text.
 
-    An object without a `url` passes. It may be a line of a data file, which the user gave by mistake.
+    An object without a `url` passes here, because it is no request: it may be a line of a data file that the
+    user gave by mistake.
     """
     try:
         _read_url.decode(text)
-    except msgspec.ValidationError:
+    except msgspec.ValidationError:  # The object has no `url`.
         return
     try:
         _read_name.decode(text)
@@ -220,9 +223,9 @@ def _same_task(url: str, task: TaskName | None) -> TaskName:
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
-    """Return the model of a batch file after a line with this `body`.
+    """Return the model that a batch file names up to and including the line with this `body`.
 
-    `model` is the model of the lines before; None if they name none. Raises ValueError if the body names
+    `model` is the model that earlier lines name; None if they name none. Raises ValueError if the body names
     another model.
     """
     body_model = _read_model.decode(body).model
@@ -235,20 +238,21 @@ def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
 
 
 def _custom_id_in(text: bytes) -> dict[str, str]:
-    """Return the column `custom_id` of a line that is not a valid request; {} if the line has no custom_id.
+    """Return the custom_id of a line that is not a valid request, as a column; {} if the line has none.
 
     A custom_id that is not a string is returned as its JSON text.
     """
     try:
         custom_id = bytes(_read_custom_id.decode(text).custom_id)
-        value = msgspec.json.decode(custom_id) if custom_id.startswith(b'"') else custom_id.decode()
+        is_string = custom_id.startswith(b'"')
+        value = msgspec.json.decode(custom_id) if is_string else custom_id.decode()
     except (ValueError, RecursionError):
         return {}
     return {} if custom_id == b"null" else {CUSTOM_ID: value}
 
 
 def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules) -> Iterator[TextRecord]:
-    """Yield the records of a batch file; at its end log bad lines.
+    """Yield the records of a batch file, and log the bad lines at its end.
 
     After the last record, raises BatchFileError if `records` does, or if custom_ids are repeated although the
     rules forbid it.
@@ -286,7 +290,12 @@ class _CustomIds:
         """Custom_ids that may be repeated, by digest."""
 
     def add(self, line: int, custom_id: str) -> None:
-        """Add the custom_id of a line; lines come in order."""
+        """Add the custom_id of a line; lines come in order.
+
+        A bitmap of the low halves of all digests is small, and finds nearly all new custom_ids. Only those
+        whose low half has occurred before become candidates; `repeated` compares their whole digests.
+        """
+        # Lines without a custom_id have been left out; 0 stands for their digests.
         self._digests.extend(repeat(0, line - 1 - len(self._digests)))
         digest = xxh3_64_intdigest(custom_id.encode())
         self._digests.append(digest)

@@ -63,6 +63,7 @@ def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | No
     value_type = common_type(*value_types)
     if value_type is None or not pt.is_dictionary(one):
         return value_type
+    # The values have an order only if they have one in both types.
     is_ordered = one.ordered and pt.is_dictionary(other) and other.ordered
     return pa.dictionary(pa.int32(), value_type, ordered=is_ordered)
 
@@ -84,7 +85,10 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return a list of the common type of the items; of fixed size only if both lists have this size."""
+    """Return the common type of two list types, whose items have the common type of the items.
+
+    It has a fixed size only if both lists have the same fixed size.
+    """
     item_type = common_type(one.value_type, other.value_type)
     if item_type is None:
         return None
@@ -122,7 +126,8 @@ def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.Data
     if (one.tz is None) != (other.tz is None):
         return None
     zone = one.tz
-    if one.tz != other.tz and not {one.tz, other.tz} <= _UTC:
+    both_mean_utc = {one.tz, other.tz} <= _UTC  # The zone then keeps its first name, such as "Etc/UTC".
+    if one.tz != other.tz and not both_mean_utc:
         zone = "UTC"
     finer_type = _promoted(pa.timestamp(one.unit), pa.timestamp(other.unit))
     assert isinstance(finer_type, pa.TimestampType)

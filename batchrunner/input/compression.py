@@ -45,9 +45,9 @@ def codec_of(head: bytes, codec: str | None) -> str | None:
     for magic, name in _MAGIC.items():
         if head.startswith(magic):
             return name
-    if head.startswith(_BZ2) and head[4:].startswith(_BZ2_BLOCK):
+    if head.startswith(_BZ2) and head[4:].startswith(_BZ2_BLOCK):  # Byte 4 is the digit for the block size.
         return "bz2"
-    if head[1:].startswith(_SKIPPABLE_FRAME):
+    if head[1:].startswith(_SKIPPABLE_FRAME):  # The first byte has any of 16 values.
         return codec or "zstd"
     return codec if codec == "brotli" else None
 

@@ -45,7 +45,8 @@ def csv_table(
     """
     text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
     records = _decoded_records(_CsvLines(text), path, spec, usual_delimiter)
-    line, header, problem = next(records, (1, [], "is missing"))
+    no_header: _Cells = (1, [], "is missing")
+    line, header, problem = next(records, no_header)
     repeated_names = [name for name in header if name and header.count(name) > 1]
     if repeated_names:
         problem = f"has {repeated_names[0]!r} twice"
@@ -87,7 +88,8 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
         delimiter = spec.delimiter or excel_delimiter or usual_delimiter
         for line, cells, problem in _records(lines, path, delimiter):
             text = "".join(cells)
-            if text.isascii():  # fits nearly every encoding, and so proves nothing
+            # ASCII text can be decoded in nearly every encoding, so it does not confirm the encoding
+            if text.isascii():
                 yield line, cells, problem
             elif _UNDECODED.search(text):
                 first_undecoded_line = first_undecoded_line or line
@@ -95,7 +97,7 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
             else:
                 encoding_fits = True
                 yield line, cells, problem
-    except UnicodeError:  # UTF-16 may raise despite `surrogateescape`
+    except UnicodeError:  # UTF-16 decoding may fail although `surrogateescape` is set
         first_undecoded_line, encoding_fits = lines.begin_record(), False
     if first_undecoded_line and not encoding_fits:
         raise InputError(f"{path}: line {first_undecoded_line} {not_decoded}")
@@ -122,7 +124,7 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
         else:
             if cells is None:
                 return
-            if cells:  # an empty line is not a record
+            if cells:  # skip an empty line, which is not a record
                 yield line, cells, None
 
 
@@ -137,7 +139,7 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
 
 
 def _endless_value(path: str, line: int) -> InputError:
-    """Return the error for a quoted value, begun on a line, whose end is not found."""
+    """Return the error for a quoted value that begins on line `line` and is never closed."""
     return InputError(
         f"{path}: line {line}: a value of more than {LONGEST_LINE_BYTES >> 20} MiB has no closing quote",
         hint="correct the quotes of this record, or write the file as Parquet",
@@ -147,6 +149,7 @@ def _endless_value(path: str, line: int) -> InputError:
 def _closes_value(line: str, delimiter: str) -> bool:
     """Tell whether a line that begins inside a quoted value closes it and ends the record as valid CSV."""
     try:
+        # With a quote before it, the line is a record of its own, which the strict reader checks.
         next(csv.reader([f'"{line}'], delimiter=delimiter, strict=True))
     except csv.Error:
         return False
@@ -182,6 +185,7 @@ class _CsvLines:
             raise StopIteration
         self._number += 1
         self._record.append(line)
+        # `readline` stops at this length, so a line of this length without an end is only a beginning.
         if len(line) == LONGEST_LINE_BYTES and not line.endswith("\n"):
             self._skip_rest_of_line()
             raise _TooLongError
@@ -214,8 +218,8 @@ class _CsvLines:
         If the quotes are not closed, the lines below cannot be divided into records.
         """
         if self._has_paired_quotes():
-            return True  # the record ends with the line that was too long
-        while True:  # each further line begins inside a quoted value
+            return True  # The record ends with the line that was too long.
+        while True:  # Each further line begins inside a quoted value.
             self._record.clear()
             line: str | None
             try:
@@ -224,7 +228,7 @@ class _CsvLines:
                 return False
             except _TooLongError:
                 line = None  # too long to check whether the line is valid CSV
-            # Pairs of quotes are quotes in the value. A single quote more closes the value.
+            # Inside a value, quotes come in pairs. An odd number of quotes means that the value has ended.
             ends_value = not self._has_paired_quotes()
             if ends_value:
                 return line is not None and _closes_value(line, delimiter)

@@ -89,7 +89,7 @@ class RowBatch:
     rows: list[int]
     """Ordinals of the rows in the whole input, counted from 0."""
     data: pa.RecordBatch
-    """Values of the rows, in the same order."""
+    """Values of the rows, in the order of `rows`."""
 
 
 class ColumnSource(Protocol):
@@ -103,14 +103,15 @@ class ColumnSource(Protocol):
         """Return the field of a column; raise InputError, which begins with `where`, if it is unusable."""
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the input file with a row; None if no file on this machine has the row."""
+        """Return the directory of the input file that has a row; None if no such file is on this machine."""
 
 
 def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
     """Return the names and types of the columns that a job can use, in the order of the input."""
     types = {}
     for name in source.schema.names:
-        with contextlib.suppress(BatchrunError):  # for example a column whose type differs between files
+        # For example, the type of a column may differ between files.
+        with contextlib.suppress(BatchrunError):
             types[name] = source.field(name, where="a job").type
     return types
 
@@ -137,6 +138,7 @@ class Dataset:
         """
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
+        # Kept for `added_files`, which looks for the files of the job once more.
         self._find = functools.partial(find_files, paths, run, storage)
         self.files = self._open_files(source, copies, batch_rules=batch_rules)
         _unify_json_lines(self.files)
@@ -144,7 +146,7 @@ class Dataset:
         """Ordinal (row number in the input) of the first row of each file, and the number of all rows."""
         self.total_rows = self._starts[-1]
         """Number of rows in all files."""
-        for file, start in zip(self.files, self._starts, strict=False):
+        for file, start in zip(self.files, self._starts[:-1], strict=True):
             file.begin_at(start)
 
         types_in_paths = partition_types([file.partitions for file in self.files])
@@ -159,11 +161,14 @@ class Dataset:
         self._conflicts: dict[str, str] = {}
         """Columns without a type that holds the values of all files, each with the reason."""
         self.schema = self._common_schema()
-        """All columns. A column in `_conflicts` has its type in the first file that has the column."""
+        """All columns. If files disagree on a column's type (`_conflicts`), its type in the first file that
+        has it.
+        """
         self.partition_types = {name: self.schema.field(name).type for name in types_in_paths}
         """Types of the Hive partition columns. If a file lacks such a column, its path gives the value."""
         self.has_text_files = any(file.is_text for file in self.files)
-        """Whether a file is CSV or JSON Lines, whose column types come from values or `input.types`."""
+        """Whether any input file is CSV or JSON Lines, whose column types come from values or `input.types`.
+        """
         has_problems = any(file.has_problems for file in self.files)
         # If schemas differ, a value of one file may not fit the common type of all files.
         self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
@@ -246,9 +251,10 @@ class Dataset:
             list(pool.map(SourceFile.check_unchanged, self.files))
 
     def added_files(self) -> list[str]:
-        """Return the paths of files that have grown, and of new files in `input.path`."""
+        """Return the paths of files in `input.path` that have grown or appeared since the run started."""
         paths = [file.path for file in self.files if file.has_grown]
-        # Only the files at the start belong to the run, so it is no error if the path is gone by now.
+        # The run reads only the files that it found at its start, so it does not matter if `input.path`
+        # matches none now.
         with contextlib.suppress(InputError):
             _, present_paths = self._find()
             paths_at_start = {without_commit(file.path) for file in self.files}
@@ -282,7 +288,7 @@ class Dataset:
         return field
 
     def notes(self) -> list[str]:
-        """Return sentences for users about the files: which records fail, why columns became JSON text."""
+        """Return sentences for users about the files: how many records fail, why columns became JSON text."""
         return [note for file in self.files for note in file.notes]
 
     def log_notes(self, columns: Iterable[str]) -> None:
@@ -292,11 +298,11 @@ class Dataset:
         for name in columns:
             for schema, path in self._paths_by_schema.items():
                 if name not in schema.names:
-                    log.warning("%s: has no column %r: its rows have null in this column", path, name)
+                    log.warning("%s: has no column %r, so the column is null in its rows", path, name)
                     break
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the file that has a row; None for a file that is not on this machine."""
+        """Return the directory of the file that has a row; None if the file is not on this machine."""
         (file,) = self.files_of(BitMap64([row]))
         return str(Path(file.path).absolute().parent) if file.is_local else None
 
@@ -317,10 +323,11 @@ class Dataset:
         """Return the files that have any of `rows`, in input order."""
         if not rows:
             return []
-        first, end = (bisect_right(self._starts, row) for row in (rows.min(), rows.max()))
+        first_file = bisect_right(self._starts, rows.min()) - 1
+        last_file = bisect_right(self._starts, rows.max()) - 1
         return [
             file
-            for file in self.files[first - 1 : end]
+            for file in self.files[first_file : last_file + 1]
             if rows.range_cardinality(file.starts[0], file.starts[-1])
         ]
 
@@ -376,7 +383,7 @@ class DatasetReader:
             self._content = None
 
     def _read_file(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
-        """Yield those of `rows` that the file has, without its partition columns."""
+        """Yield the rows of one file whose ordinals are in `rows`. Partition columns are added later."""
         if self._file is not file:
             self.close()
             self._content = file.open()
@@ -388,6 +395,7 @@ class DatasetReader:
             group_rows = range(*starts[group : group + 2])
             rows_in_group = rows & BitMap64(group_rows)
             if rows_in_group:
+                # Batches can only be read onwards, so begin again if a row lies before the current batch.
                 if self._group != group or rows_in_group.min() < self._start:
                     self._begin_group(file, group, group_rows)
                 yield from self._rows_in_group(file, rows_in_group)
@@ -395,7 +403,8 @@ class DatasetReader:
     def _begin_group(self, file: SourceFile, group: int, group_rows: range) -> None:
         """Decode the first batch of a row group, whose ordinals are `group_rows`."""
         assert self._content is not None
-        self._group = None  # stays so if decoding fails, so that the next call begins the row group again
+        # If decoding fails, `_group` stays None, so that the next call begins the row group again.
+        self._group = None
         size = size_of(self._content.metadata, self._stored, group)
         self._batches = self._content.iter_batches(
             batch_size=batch_rows(len(group_rows), size),
@@ -407,17 +416,20 @@ class DatasetReader:
         self._group = group
 
     def _rows_in_group(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
-        """Yield `rows`, which lie in the current row group, from the batch that was decoded last onwards."""
+        """Yield `rows` of the current row group.
+
+        None of them may lie before the batch that was decoded last.
+        """
         while True:
             assert self._data is not None
             end = self._start + self._data.num_rows
             rows_in_batch = list(rows & BitMap64(range(self._start, end)))
-            if len(rows_in_batch) == self._data.num_rows:
+            if len(rows_in_batch) == self._data.num_rows:  # all rows are wanted, so no copy is needed
                 yield RowBatch(rows_in_batch, self._data)
             elif rows_in_batch:
                 indices = arrow_array([row - self._start for row in rows_in_batch], pa.int64())
                 yield RowBatch(rows_in_batch, self._data.take(indices))
-            if rows.max() < end:  # the batch is kept, because the next rows may be in it too
+            if rows.max() < end:  # keep the batch, because the next rows may be in it too
                 return
             self._start, self._data = end, self._next_batch(file, end)
 
@@ -437,8 +449,8 @@ class DatasetReader:
     def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
         """Convert a batch in which some values do not fit the types of the schema.
 
-        A value that does not fit becomes null, and the column PROBLEM describes the first one of each row.
-        `first` is the index in the file of the batch's first row.
+        A value that does not fit becomes null. The column PROBLEM gets the reason for the first such value in
+        each row. `first` is the index in the file of the batch's first row.
         """
         problems: list[str | None] = [None] * data.num_rows
         columns = {}
@@ -452,14 +464,14 @@ class DatasetReader:
                     row = first + index
                     problems[index] = f"{file.path}: row {row}: column {field.name!r}: {reason}"
         if PROBLEM in columns:
-            # A problem that the file's Parquet copy has stored comes first.
+            # A problem that is stored in the file's Parquet copy takes precedence.
             stored_problems = columns[PROBLEM].to_pylist()
             problems = [stored or misfit for stored, misfit in zip(stored_problems, problems, strict=True)]
             columns[PROBLEM] = arrow_array(problems, pa.string())
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema)
 
     def _with_partitions(self, data: pa.RecordBatch, file: SourceFile) -> pa.RecordBatch:
-        """Return a batch with the values of the partition columns, which the file's path has."""
+        """Add the Hive partition columns to a batch, with the values in the file's path."""
         for index, field in enumerate(data.schema):
             if field.name in self._dataset.partition_types and field.name not in self._stored:
                 value = pa.scalar(file.partitions[field.name], pa.string()).cast(field.type)
@@ -495,13 +507,14 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
 def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
     """Return the Python values of a column, and a reason for each value that Python cannot represent.
 
-    Such a value becomes None, and the reason's key is its index in the column.
+    Such a value becomes None. The keys of the reasons are the indices of these values in the column.
     """
     try:
         token_ids = _integer_lists(column)
         return (list(column.to_pylist()) if token_ids is None else token_ids), {}
     except UNREADABLE:
-        pass  # find out which values are unreadable
+        # Some value is unreadable, so convert each value alone.
+        pass
     values: list[Any] = []
     unreadable = {}
     for index, item in enumerate(column):
@@ -510,7 +523,7 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
         except UNREADABLE as failure:
             values.append(None)
             reason = str(failure)
-            if "zoneinfo" in reason:  # Arrow's text only says that this module must be installed
+            if "zoneinfo" in reason:  # Arrow's error says only that the module zoneinfo lacks data
                 reason = f"the time zone is unknown on this machine ({column.type})"
             unreadable[index] = f"unreadable value: {reason}"
     return values, unreadable

@@ -34,7 +34,7 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
                     for name in columns:
                         line = field_line(name, row[name])
                         values[name].append(hash(line))
-                        lengths[name] += len(line) + 1
+                        lengths[name] += len(line) + 1  # with its line break
     return choose_order(values, lengths)
 
 
@@ -51,16 +51,20 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     ordered: list[str] = []
     remaining = [*values]
     rows = len(next(iter(values.values())))
-    prefixes: list[Hashable] = [0] * rows  # a hash of each row's values in the ordered columns
+    # A hash of each row's values in the columns that are already in order.
+    prefixes: list[Hashable] = [0] * rows
 
     def shared_text(name: str, prefixes: Sequence[Hashable]) -> float:
-        """Return the length of the text that rows share in a column after these prefixes."""
+        """Return the mean prompt length that the cache saves if column `name` follows these prefixes.
+
+        A row saves the column's text if an earlier row has the same prefix and the same value.
+        """
         combinations = set(zip(prefixes, values[name], strict=True))
         share_of_rows = 1 - len(combinations) / max(1, rows)
         return lengths[name] * share_of_rows
 
     def gain(name: str) -> float:
-        """Return the length of the text that rows share in a column and the best column after it."""
+        """Return the text that column `name` saves, plus what the best column after it then saves."""
         longer_prefixes = list(zip(prefixes, values[name], strict=True))
         gains_after = [shared_text(other, longer_prefixes) for other in candidates if other != name]
         return shared_text(name, prefixes) + max(gains_after, default=0.0)

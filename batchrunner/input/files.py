@@ -78,7 +78,7 @@ def at_commit(fs: pafs.FileSystem, path: str) -> str:
 
     hub = fs.handler.fs
     resolved = hub.resolve_path(path)
-    if not getattr(resolved, "revision", None):  # a bucket has no commits
+    if not getattr(resolved, "revision", None):  # a bucket of the Hub has no commits, unlike a repository
         return path
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
     commit = api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision).sha
@@ -96,8 +96,8 @@ def find_files(
 ) -> tuple[pafs.FileSystem, list[str]]:
     """Return the file system and the sorted paths of the input files; raise InputError if there are none.
 
-    `paths` are files, directories and globs. Files in the run directory `run` are skipped, unless one of
-    `paths` has no other files. `storage` has the settings of object stores.
+    `paths` are files, directories and globs. Files in the run directory `run` are skipped, unless a path
+    matches only such files. `storage` has the settings of object stores.
     """
     files_by_path: dict[str, str] = {}
     locations = [_locate(name, storage or StorageSpec()) for name in paths]
@@ -115,9 +115,11 @@ def find_files(
                 files, is_directory = _remote_files(fs, path)
         except InputError:
             raise
-        except read_errors(fs) as failure:  # for example a directory that is not accessible
+        # The path exists but cannot be read, such as a directory without permission.
+        except read_errors(fs) as failure:
             raise _inaccessible(name, failure) from None
         files_outside_run = {real: file for real, file in files.items() if run not in Path(real).parents}
+        # If a path has only files of the run, the user wants these, for example to read the results again.
         files = files_outside_run or files
         if is_directory:
             files = _of_one_kind(name, files)
@@ -201,8 +203,9 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
     elif glob.has_magic(pattern):
         files = [p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file()]  # noqa: PTH207 - it may be absolute
     else:
-        hint = None if path.is_absolute() else f"relative paths begin in {Path.cwd()}"
+        hint = None if path.is_absolute() else f"relative paths are looked up in {Path.cwd()}"
         raise InputError(f"{pattern}: no such file or directory", hint=hint)
+    # Only the directory is resolved, so two links in it that lead to the same file are two input files.
     return {str(file.parent.resolve() / file.name): str(file) for file in files}, is_directory
 
 
@@ -246,7 +249,7 @@ def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]
     elif kind == pafs.FileType.Directory:
         below = _files_below(fs, path)
         files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
-    elif "*" in path:  # the only magic character in a URI, where `?` begins the query
+    elif "*" in path:  # `?` and `[` are no wildcards here, because `?` begins the query of a URI.
         # `**/` matches any number of directories, and `*` any text without a slash.
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
@@ -298,8 +301,8 @@ class SourceFile:
     """Input file, with the content that it had when it was opened.
 
     A file that is not Parquet is read from a Parquet copy. Reading raises InputChangedError if the content of
-    the file has changed. A new digest is a change. If the digest covers only sampled blocks, a new
-    modification time is a change too.
+    the file has changed since it was opened: its digest differs. A digest that covers only sampled blocks may
+    miss a change, so for such a file a new modification time also counts as a change.
     """
 
     def __init__(
@@ -327,7 +330,7 @@ class SourceFile:
         self.digest = ""
         """Digest of the file's content; empty until it has been computed."""
         self.notes: list[str] = []
-        """Sentences for users about the file: which records fail, and why columns became JSON text."""
+        """Sentences for users about the file: how many records fail, and why columns became JSON text."""
         self._copy: Path | None = None
         """Parquet copy that is read in place of a file that is not Parquet."""
         try:
@@ -365,7 +368,7 @@ class SourceFile:
         """Ordinal of the first row of each row group, and the ordinal after the last row."""
 
     def begin_at(self, row: int) -> None:
-        """Set `starts`; `row` is the ordinal of the file's first row in the whole input."""
+        """Compute the ordinals at which row groups start; `row` is the ordinal of the file's first row."""
         self.starts = [*accumulate(self._group_rows, initial=row)]
 
     @property
@@ -379,7 +382,10 @@ class SourceFile:
         return facts if self.grown_from is None else {**facts, "grown_from": self.grown_from}
 
     def recognize(self, earlier_facts: Mapping[str, Any]) -> None:
-        """Set `grown_from` if rows were appended to the file since it had these `earlier_facts`."""
+        """Find out whether rows were appended since an earlier start, and set `grown_from` if so.
+
+        `earlier_facts` are the file's `facts()` at that start.
+        """
         size, digest = earlier_facts.get("size", self._size), earlier_facts["digest"]
         if size < self._size and self._begins_with(size, digest):
             self.grown_from = digest
@@ -430,7 +436,8 @@ class SourceFile:
             signature = self._current_signature()
             if signature == self._signature:
                 return
-            self.has_grown = int(signature[0]) > self._size and self._begins_with(self._size, self.digest)
+            size = int(signature[0])
+            self.has_grown = size > self._size and self._begins_with(self._size, self.digest)
             is_changed = not self.has_grown and not self._has_same_content(signature)
         except self.read_errors:
             return
@@ -440,14 +447,16 @@ class SourceFile:
                 hint="put the old file back and run the same command again, or give another output.path for "
                 "the new file",
             )
-        self._signature = signature  # the file was touched, was replaced by an equal file, or has grown
+        # The file may have been touched, replaced by an equal file, or extended.
+        self._signature = signature
 
     def _has_same_content(self, signature: tuple[int | str, ...]) -> bool:
         """Tell whether a file with a new `signature` still has the content that it had when it was opened."""
-        if signature[0] != self._size:
+        size, modified, *_ = signature
+        if size != self._size:
             return False
         # A sampled digest does not show an edit between its blocks, but the modification time does.
-        if self._is_sampled and signature[:2] != self._signature[:2]:
+        if self._is_sampled and modified != self._signature[1]:
             return False
         return self._digest_of(self._size) == self.digest
 
@@ -470,6 +479,7 @@ class SourceFile:
         """
         if self.is_local:
             stat = Path(self.path).stat()
+            # The inode shows a file that was replaced, and ctime an edit with the old modification time.
             return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns
         info = self._fs.get_file_info(self.path)
         if info.type == pafs.FileType.NotFound:
@@ -487,7 +497,7 @@ class SourceFile:
         return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
 
     def _digest_of(self, size: int) -> str:
-        """Return the present digest of the file's first `size` bytes.
+        """Compute the digest of the first `size` bytes that the file has now.
 
         The digest of a large Parquet file covers only sampled blocks. The digest of an object with an ETag
         covers only the size and the ETag.
@@ -497,9 +507,12 @@ class SourceFile:
             digest.update(e_tag.encode())
             return digest.hexdigest()
         with self._fs.open_input_file(self.path) as source:
-            stream = source.get_stream(0, size)
-            all_blocks = iter(lambda: stream.read(READ_BUFFER_BYTES), b"")
-            for block in _samples(source, size) if self._is_sampled else all_blocks:
+            if self._is_sampled:
+                blocks = _samples(source, size)
+            else:
+                stream = source.get_stream(0, size)
+                blocks = iter(lambda: stream.read(READ_BUFFER_BYTES), b"")
+            for block in blocks:
                 digest.update(block)
         return digest.hexdigest()
 
@@ -529,12 +542,13 @@ class SourceFile:
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
-            if not copy.exists():  # another process may have written the copy while this one waited
-                # If an earlier copy was read, the digest has been computed.
+            if not copy.exists():  # Another process may have written the copy while this one waited.
+                # If an earlier copy was read, the digest has been computed already.
                 self.digest = self.digest or self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
-                    # The digest was computed before the rows were read, so the file may have changed between.
+                    # The digest was computed before the rows were read, so the file may have changed in the
+                    # meantime.
                     self.check_unchanged()
 
     def _rows(self) -> Iterator[pa.RecordBatch]:
@@ -565,7 +579,7 @@ class SourceFile:
         elif self.format.kind == "Parquet":
             hints = [unpacking(self.path, head_of(self._fs, self.path))]
             if not known_format(self.path):
-                hints.append(f"a name with an ending other than {', '.join(ENDINGS)} is read as Parquet")
+                hints.append(f"a file with an ending other than {', '.join(ENDINGS)} is read as Parquet")
             hint = "; ".join(filter(None, hints)) or None
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
             hint = "give the column a type in input.types: string keeps the values unchanged"

@@ -92,7 +92,8 @@ class JobInput:
         for row, values in chain.from_iterable(pairs):
             check_stop()
             is_selected = True
-            if not isinstance(values, str):  # a text is the reason why the row cannot be read
+            # A text in place of values is the reason why the row cannot be read.
+            if not isinstance(values, str):
                 try:
                     is_selected = predicate(values)
                 except RowRefusedError as failure:
@@ -122,6 +123,7 @@ def lease_rows(rows: int) -> int:
     workers = int(array_tasks) if array_tasks.isdecimal() else 1
     leases = max(MANY_LEASES, LEASES_OF_A_WORKER * workers)
     rows_for_fewest_leases = -(-rows // FEWEST_LEASES)  # rounded up
+    # A small run has less than LEAST_LEASE_ROWS rows in a lease, so that it has FEWEST_LEASES leases.
     least = min(LEAST_LEASE_ROWS, rows_for_fewest_leases)
     size = min(max(rows // leases, least), MOST_LEASE_ROWS)
     return max(1, size)

@@ -39,7 +39,8 @@ def holds_messages(kind: pa.DataType) -> bool:
 def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list[dict[str, Any]]:
     """Return the messages in a row's column for the chat endpoint; raise RowRefusedError if it has none.
 
-    `continues` has the same meaning as for `conversation`.
+    With `continues`, the last message may be an unfinished answer of the assistant, which the model
+    continues.
     """
     label, value = f"prompt: column {column!r}", row[column]
     if value is None:
@@ -86,7 +87,8 @@ def _message(item: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
         raise ValueError(f"the unknown role {role!r}" if role else "no role")
     message["role"] = ROLES[role.strip().lower()]
-    if content is not None or not message.get("tool_calls"):  # a tool call needs no content
+    # A message that only calls tools needs no content.
+    if content is not None or not message.get("tool_calls"):
         message["content"] = content if isinstance(content, str) else _joined(content)
     return message
 
@@ -134,7 +136,10 @@ def _parsed(label: str, text: str) -> Any:
 
 
 def _without_null_fields(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a struct without its null fields: Parquet gives all structs of a column the same fields."""
+    """Return a struct without its null fields.
+
+    Parquet adds them, because all structs of a column share fields.
+    """
     return {name: value for name, value in struct.items() if value is not None}
 
 

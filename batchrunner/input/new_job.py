@@ -31,9 +31,9 @@ TEXT_NAMES = (
 ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key|sku|no|code|isbn|.*nr)|.*[a-z](Id|ID)")
 """Pattern of the names of columns that identify rows."""
 SAMPLED_ROWS = 1000
-"""Maximum number of rows by which the column of the prompt is chosen."""
+"""Maximum number of rows from which the column of the prompt is chosen."""
 SAMPLED_BYTES = 16 << 20
-"""Maximum number of bytes by which the delimiter and the encoding of a CSV file are found."""
+"""Maximum number of bytes from which the delimiter and the encoding of a CSV file are guessed."""
 ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
 """Encodings of CSV files, in the order in which they are tried. The last encoding decodes any bytes."""
 ENGINES = {
@@ -55,7 +55,8 @@ ENGINES = {
 def new_job(path: str, engine: str, files: str) -> str:
     """Return the YAML text of a job for the data at `path`, with an engine of the kind `engine`.
 
-    `files` is the path from which this function reads rows. Raises JobError or InputError.
+    `path` is what the job names; `files` is the same data as a path that this process can read. Raises
+    JobError or InputError.
     """
     if engine not in ENGINES:
         raise JobError(
@@ -110,6 +111,8 @@ def _csv_options(path: str) -> dict[str, str]:
     # An error is reported later, when the whole file is read.
     with contextlib.suppress(*read_errors(fs), *DECOMPRESSION_ERRORS):
         content = decompressed(fs.open_input_stream(files[0], compression=None), codec).read(SAMPLED_BYTES)
+    # Take the first encoding that decodes the bytes; the last one decodes any. An incremental decoder does
+    # not fail on a character that the end of the sample cuts in two.
     for encoding in ENCODINGS:
         with contextlib.suppress(UnicodeError):
             text = codecs.getincrementaldecoder(encoding)().decode(content)
@@ -118,7 +121,8 @@ def _csv_options(path: str) -> dict[str, str]:
     excel_delimiter = delimiter_on(header)
     if excel_delimiter is not None:
         return {"delimiter": excel_delimiter, "encoding": encoding}
-    # The most frequent mark in the header; the usual one comes first, so that it wins a tie.
+    # Guess that the delimiter is the most frequent of these marks in the header. max() returns the first of
+    # equals, so the usual delimiter is tried first.
     usual_delimiter = "\t" if file_format.ending == ".tsv" else ","
     return {"delimiter": max(f"{usual_delimiter},;\t|", key=header.count), "encoding": encoding}
 
@@ -140,8 +144,9 @@ def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, s
         name for usual_name in TEXT_NAMES for name in texts if name.lower() == usual_name
     ]
     no_id_columns = [name for name in texts if not ID_NAME.fullmatch(name)]
-    no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)  # the longest texts first
-    name = [*columns_with_usual_name, *no_id_columns, *texts, *usable][0]
+    no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)  # most text first
+    candidates = [*columns_with_usual_name, *no_id_columns, *texts, *usable]  # the likeliest first
+    name = candidates[0]
     template = _quoted(f"{{{{ {template_of_column(name)} }}}}")
     return name, f"# system: You are terse.\n  user: {template}   # Jinja2 over the columns of a row"
 

@@ -22,7 +22,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     """File system that has all buckets of one kind of object store."""
 
     def __init__(self, scheme: str, storage: StorageSpec) -> None:
-        """Begin without sending a request; `scheme` is the kind of store: s3, gs or az."""
+        """Prepare access to a kind of store (`scheme`: s3, gs or az). No request is sent yet."""
         self._scheme = scheme
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
@@ -48,7 +48,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def get_file_info(self, paths: Sequence[str]) -> list[pafs.FileInfo]:
         """Return the type, size and time of each path; raise OSError.
 
-        A path with keys below it that is not itself a key is a directory.
+        A path counts as a directory if it is no key itself, but keys begin with it.
         """
         return [self._listed.pop(path, None) or self._info(path) for path in paths]
 
@@ -81,7 +81,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             try:
                 return self._record(path, obstore.head(self._bucket(bucket), key))
             except FileNotFoundError:
-                pass  # the path may be a directory
+                pass  # there is no such object, but the path may be a directory
             except STORE_ERRORS as failure:
                 raise as_os_error(failure, path) from None
         is_directory = any(self._objects_below(path, most_pages=1))
@@ -94,14 +94,19 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         """
         bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None
+
+        def list_pages() -> list[Any]:
+            pages = obstore.list(self._bucket(bucket), prefix)  # an iterator, which lists page by page
+            return list(islice(pages, most_pages))
+
         try:
-            pages = read_whole(lambda: list(islice(obstore.list(self._bucket(bucket), prefix), most_pages)))
+            pages = read_whole(list_pages)
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None
         return (entry for page in pages for entry in page)
 
     def _record(self, path: str, info: Any) -> pafs.FileInfo:
-        """Keep the ETag and the size of an object from obstore's `info`; return pyarrow's form of it."""
+        """Remember the ETag and the size of an object, and convert obstore's `info` to pyarrow's FileInfo."""
         if e_tag := e_tag_of(info):
             self.e_tags[path] = e_tag
         self._sizes[path] = info["size"]

@@ -179,7 +179,8 @@ def _gains_of_sorting(
     the prefix cache reuses it in any order.
     """
     shared_with_later = reversed(list(_nearest(ordered[::-1])))
-    # The prefix that these two prompts share is shared by all prompts between them, 90 % of the sample.
+    # In sorted order, all prompts between two prompts share the prefix that the two share. So the prefix of
+    # the prompts at 5 % and 95 % of the sample is shared by at least 90 % of its prompts.
     edge = len(ordered) // 20
     prefix_of_nearly_all = common_length(ordered[edge][0], ordered[-1 - edge][0])
     gains = []
@@ -241,11 +242,12 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     `ordered` holds sorted prompts, each with the number of its stretch. In sorted order, the prefix that two
     prompts share is the shortest of the prefixes that neighbours between them share.
     """
-    shared_by_stretch = [0] * STRETCHES  # length shared with the previous prompt of each stretch
+    # For each stretch, the length of the prefix that a prompt shares with the last prompt of the stretch.
+    shared_by_stretch = [0] * STRETCHES
     previous_prompt, previous_stretch = b"", 0
     for prompt, stretch in ordered:
         shared = common_length(previous_prompt, prompt)
-        if shared < max(shared_by_stretch):  # otherwise no length changes
+        if shared < max(shared_by_stretch):  # else every minimum below keeps its value
             shared_by_stretch = [min(shared, length) for length in shared_by_stretch]
         shared_by_stretch[previous_stretch] = shared
         other_stretches = shared_by_stretch[:stretch] + shared_by_stretch[stretch + 1 :]

@@ -39,10 +39,10 @@ def decide_order(
 def _read_stretch(
     job_input: JobInput, rows: BitMap64, ends_at: float, check_stop: Callable[[], None]
 ) -> tuple[list[bytes], list[Hashable]]:
-    """Return the prompt of each row, and a key for each row; rows with equal keys share an answer.
+    """Render rows; return their prompts, and keys that are equal if the rows may share one answer.
 
-    A row that cannot be rendered has an empty prompt. Reading ends early once the prompts have STRETCH_BYTES,
-    or at the time `ends_at` of the monotonic clock.
+    A row that cannot be rendered has an empty prompt. Reading ends early once the prompts have STRETCH_BYTES
+    in all, or when the monotonic clock reaches `ends_at`.
     """
     prompts: list[bytes] = []
     keys: list[Hashable] = []
@@ -51,7 +51,7 @@ def _read_stretch(
     for batch in job_input.batches(rows, check_stop):
         for item in batch:
             prompt = b""
-            key: Hashable = item.ref.row
+            key: Hashable = item.ref.row  # unique, so that the row shares no answer
             if not isinstance(item, Outcome):
                 prompt = prompt_bytes(item)
                 key = digests.of(item, prompt) if is_repeatable(item) else key

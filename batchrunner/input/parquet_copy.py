@@ -34,9 +34,9 @@ PROBLEM = "\0problem"
 LINE = "\0line"
 """Column with the line number of each record in a CSV or JSON Lines file. It is not copied to Parquet."""
 AS_JSON = "\0json "
-"""Prefix of a column's name in a batch in which the values of this column have no common type.
+"""Prefix that marks a column of a batch as JSON text.
 
-The column then holds its values as JSON texts.
+A batch has such a column if the values of the column have no common type.
 """
 MOST_ODD = 0.1
 """Maximum share of odd values in a column of lists or structs.
@@ -55,7 +55,7 @@ BATCH_BYTES = 4 << 20
 """Size in bytes above which a batch of records is complete."""
 _TEXT = pa.string()
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-"""Arrow's view types, which Parquet cannot hold, with the types in place of them."""
+"""Arrow's view types, which Parquet cannot hold, and the types that replace them."""
 _JSON_NAMES = {
     str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object",
 }  # fmt: skip
@@ -75,10 +75,12 @@ def write_parquet(
     AS_JSON columns. `source` names this file in messages. Notes on the records are added to the metadata as
     NOTES. Raises StorageError or ArrowException, and any error of the iterator of batches.
     """
+    # The types of columns are known only after the last batch, so all batches are first written to a spool.
+    # The spool has one Arrow stream for each batch, because batches may differ in their columns.
     spool = path.with_name(f"{path.name}.arrows")
     record_columns: dict[str, _RecordColumn] = {}
-    # The common schema of batches that are not records is known from their types alone. The types of records
-    # are chosen by counting their values.
+    # In batches of records, the type of a column is chosen by counting its values. For other batches, the
+    # common schema follows from the types of the columns.
     schema: pa.Schema | None = None
     try:
         with spool.open("wb") as file:
@@ -199,7 +201,7 @@ class _Records:
                 is_odd = value is not None and not _is_of(value, kind)
                 if is_odd:
                     values[index] = None
-                    if not problems[index]:  # a record fails with its first problem
+                    if not problems[index]:  # keep the first problem of each record
                         problems[index] = self._odd_value(lines[index], name, value, kind)
             columns[name] = pa.array(values, kind)
         self._count_failed(problems)
@@ -208,8 +210,8 @@ class _Records:
         return pa.RecordBatch.from_arrays(columns_in_order, schema=self._schema)
 
     def notes(self) -> list[str]:
-        """Return sentences for users about the records: which fail, and why columns became JSON text."""
-        notes = [f"{cause}: the column is JSON text" for cause in self._text_causes.values()]
+        """Return sentences for users: how many records fail, and why some columns became JSON text."""
+        notes = [f"{cause}: so the column is read as JSON text" for cause in self._text_causes.values()]
         if self._failed_count:
             failed = f"{self._failed_count:,} of {self._count:,} records cannot be sent"
             notes.append(f"{failed}: {self._first_problem}")
@@ -230,7 +232,7 @@ class _Records:
         return f"{self._source}: line {line}: {_difference(name, value, kind)}"
 
     def _count_failed(self, problems: Sequence[str | None]) -> None:
-        """Count the records of a batch, of which `problems` has the problem or None."""
+        """Count a batch's records. `problems` has an entry for each record: why it failed, or None."""
         for problem in problems:
             self._count += 1
             if problem:
@@ -276,7 +278,7 @@ def _difference(name: str, value: Any, kind: pa.DataType) -> str:
 
 
 def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
-    """Return the schema with nullable fields, without view types, and with `nulls` in place of the null type.
+    """Return the schema with nullable fields, without view types, and with the type `nulls` for null columns.
 
     Dictionary columns get 32-bit indices, because the files of an input may together have too many distinct
     values for indices of 8 bits.
@@ -296,7 +298,7 @@ def _normalized_field(field: pa.Field[Any], nulls: pa.DataType) -> pa.Field[Any]
 
 
 def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataType:
-    """Return a type as in `normalized`, without a dictionary."""
+    """Convert a type as `normalized` does; a dictionary type becomes the type of its values."""
     if pt.is_dictionary(kind):
         kind = kind.value_type
     if pt.is_list(kind) or pt.is_list_view(kind):
@@ -306,7 +308,7 @@ def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataTy
     if pt.is_fixed_size_list(kind):
         return pa.list_(_normalized_field(kind.value_field, nulls), kind.list_size)
     if pt.is_map(kind):
-        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # as Arrow requires of a map
+        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # Arrow forbids null keys
         return pa.map_(key, _normalized_field(kind.item_field, nulls), kind.keys_sorted)
     if pt.is_struct(kind):
         return pa.struct([_normalized_field(field, nulls) for field in kind])
@@ -318,7 +320,8 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
     try:
         with pa.BufferOutputStream() as sink, pq.ParquetWriter(sink, pa.schema([("a", kind)])) as writer:
             writer.write_table(pa.table([pa.nulls(0, kind)], names=["a"]))
-        pq.ParquetFile(sink.getvalue())  # reading refuses some deeply nested types that can be written
+        # Parquet can write some deeply nested types that it cannot read again.
+        pq.ParquetFile(sink.getvalue())
     except (OSError, pa.ArrowException, NotImplementedError) as failure:
         return first_line(failure)
     return None
@@ -384,7 +387,7 @@ def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[i
     try:
         return _as_type(column, kind), {}
     except UNFIT:
-        pass
+        pass  # Convert each value alone, to find those that do not fit.
     values: list[pa.Array] = []
     misfits: dict[int, str] = {}
     for index in range(len(column)):

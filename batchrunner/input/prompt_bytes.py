@@ -20,10 +20,10 @@ from batchrunner.input.request_bodies import prompt_of
 BLOCK_BYTES = 64
 """Minimum size in bytes of a block of a prompt. The sort key of a prompt has a checksum of each block."""
 BLOCK_SHARE = 16
-"""Divisor for the size of a block: a block has 1/BLOCK_SHARE of the bytes before it, or BLOCK_BYTES if more.
+"""Divisor for block sizes: a block has 1/BLOCK_SHARE of the bytes before it, but at least BLOCK_BYTES.
 
-So the sort key of a prompt of 1 MB has only 520 bytes. Only whole blocks count, so a common prefix of 10 kB
-may count as 9.5 kB.
+Blocks that grow keep sort keys short: 520 bytes for a prompt of 1 MB. Only whole blocks count, so a common
+prefix of 10 kB may count as 9.5 kB.
 """
 
 
@@ -51,8 +51,8 @@ def prompt_bytes(request: Request) -> bytes:
 def _packed_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as bytes, four for each id."""
     try:
-        return struct.pack(f"{len(ids)}i", *ids)  # any other byte order takes three times as long
-    except struct.error:  # an id of more than 32 bits, with which the engine refuses the row
+        return struct.pack(f"{len(ids)}i", *ids)  # The machine's own byte order packs three times faster.
+    except struct.error:  # An id exceeds 32 bits, so the engine will refuse the row.
         return repr(ids).encode()
 
 
@@ -102,7 +102,8 @@ def common_length(one: bytes, other: bytes) -> int:
         low += step
         step *= 2
     high = min(low + step, shorter)
-    # As integers, the slices differ in the bits from their first different byte to their end.
+    # As big-endian integers, the slices are equal in their highest bytes. The XOR therefore has as many bytes
+    # as there are from the first difference to the end.
     difference = int.from_bytes(one[low:high]) ^ int.from_bytes(other[low:high])
     different_bytes = (difference.bit_length() + 7) // 8
     return high - different_bytes
@@ -119,7 +120,7 @@ def _block_bounds(longest: int) -> list[tuple[int, int]]:
 _BLOCKS = _block_bounds(1 << 30)
 """Start and end in bytes of each block of a prompt of up to 1 GiB."""
 _ENDS = [end for _, end in _BLOCKS[:-1]]
-"""Ends in bytes of all blocks but the last."""
+"""Position in bytes at which each block ends; without the last block."""
 
 
 def sort_key(prompt: bytes) -> tuple[bytes, int]:
@@ -151,7 +152,7 @@ class RequestDigests:
         self._fields_digest = b""
 
     def write(self, request: Request, prompt: bytes) -> None:
-        """Store the digest of a request in the request's `ref`, if this has a list for digests.
+        """Store the digest of a request in `request.ref.digests`, if the run keeps digests.
 
         `prompt` is `prompt_bytes(request)`.
         """
@@ -161,8 +162,8 @@ class RequestDigests:
 
     def of(self, request: Request, prompt: bytes) -> bytes:
         """Return the digest of a request; `prompt` is `prompt_bytes(request)`."""
-        fields = request[3:]  # all fields after the prompt
-        if fields != self._fields:  # rarely, because nearly always all rows have the same settings
+        fields = request[3:]  # All fields after `ref`, `kind` and `prompt`.
+        if fields != self._fields:  # This is rare, because nearly all rows have the same settings.
             self._fields = fields
             self._fields_digest = xxh3_128_digest(_settings(request))
         if isinstance(request.prompt, RequestBody):
@@ -183,6 +184,7 @@ def _settings(request: Request) -> bytes:
             request.row,
             request.task,
             request.tools,
+            # The folder is left out, because the key of a file in the prompt already depends on it.
             [file.rules._replace(folder="") for file in request.media],
             request.items,
         ))

@@ -25,11 +25,11 @@ def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
 
 
 def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> Request:
-    """Return a request with another prompt, which is of the kind `kind`.
+    """Return a request with `prompt` in place of its prompt; `kind` is the kind of the new prompt.
 
     Raises RowRefusedError, whose text begins with `label`, for an invalid conversation.
     """
-    if kind != "messages":  # only a chat can have the other fields
+    if kind != "messages":  # no chat: clear the fields that only a chat can have
         return request._replace(
             kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
         )
@@ -38,7 +38,10 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
 
 
 class PythonPrompts:
-    """Fills in the prompts of requests. Before that, the field `prompt` of a request holds its row."""
+    """Fills in the prompts of requests with the job's Python function `prompt.python`.
+
+    Until then, the field `prompt` of a request holds the row that the function receives.
+    """
 
     def __init__(self, pool: HookPool, source: ColumnSource) -> None:
         """Choose the columns that the function receives; raise InputError for an unusable column."""
@@ -64,7 +67,7 @@ class PythonPrompts:
                 items_with_prompts.append(item)
                 continue
             result = next(results, None)
-            if result is None:  # the calls were stopped
+            if result is None:  # `is_stopped` returned true, so there are no further results
                 break
             items_with_prompts.append(self._with_result(item, result))
         return items_with_prompts

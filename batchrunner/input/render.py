@@ -67,10 +67,10 @@ class Renderer:
         source, prompt = job.input, job.prompt
         faults = Faults()
 
-        # The prompt, and the files in it.
+        # Where the prompt of a row comes from, and the media files in it.
         self._python: PythonPrompts | None = None
-        # With `prompt.python`, a request first has the whole row in place of the prompt. Later the function
-        # makes the prompts of a whole batch of rows.
+        # With `prompt.python`, rendering first puts the whole row into a request in place of its prompt.
+        # Later, one call of the user's function makes the prompts of a whole batch of rows.
         prompts = PromptSource(kind=None, prompt_of=dict, columns=())
         if prompt.python and functions:
             from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
@@ -91,8 +91,9 @@ class Renderer:
             with faults.collect():
                 self._media = MediaPrompts(prompt, dataset, prompts.prompt_of, prompts.printed)
 
-        # The sampling parameters that all rows share, and the columns of the parameters that may differ from
-        # row to row. Tasks without decoding send no sampling parameters.
+        # Sampling parameters: the values that all rows share, and the columns of the values that may differ
+        # from row to row. Both stay empty for tasks that generate no tokens, because their requests have no
+        # sampling parameters.
         self._sampling: dict[str, Any] = {}
         self._sampling_columns: dict[str, str] = {}
         with faults.collect():
@@ -169,8 +170,8 @@ class Renderer:
         """Return a request for each row of a batch, in order, or an Outcome if the row cannot be rendered.
 
         `is_stopped` is called before each row. Once it returns true, the rest of the batch is dropped; it may
-        raise instead. `digests` has an element for each row, where the digest of the row's request is stored
-        later.
+        raise instead. `digests` is a list with one element for each row. Requests keep a reference to it, so
+        that the digest of a request can be stored there later.
         """
         carried = self.carried(batch)
         items: list[Request | Outcome] = []
@@ -185,12 +186,15 @@ class Renderer:
         return items if self._python is None else self._python.fill(items, is_stopped)
 
     def _request(self, ref: RowRef, row: Row | str) -> Request:
-        """Return the request of a row, which is a text if it cannot be read; raise RowRefusedError."""
+        """Return the request of a row; raise RowRefusedError.
+
+        If the row cannot be read, `row` is the reason as text.
+        """
         if isinstance(row, str):
             raise RowRefusedError(row)
         if self.predicate is not None:
-            # A row on which the filter fails was selected, so that it gets its error here. Only the error
-            # counts, not the value of the filter.
+            # The row passed the filter, or the filter failed on it. A failing filter raises its error here;
+            # the value of the filter no longer matters.
             self.predicate(row)
         media: tuple[PromptFile, ...] = ()
         if self._media is None:
@@ -231,7 +235,8 @@ def _parameter_in(name: str, value: Any) -> Any:
     if not isinstance(value, float):
         return value
     is_integer_parameter = name in _INTEGER_PARAMETERS
-    if is_integer_parameter and value.is_integer() and abs(value) < 1 << 63:
+    fits_into_64_bits = abs(value) < 1 << 63
+    if is_integer_parameter and value.is_integer() and fits_into_64_bits:
         return int(value)  # pandas turns a column of integers with a null into floats
     if is_integer_parameter or not math.isfinite(value):
         raise RowRefusedError(f"sampling.{name}: {value} is not a valid value")
@@ -310,7 +315,7 @@ class _MessageSource(NamedTuple):
     """Jinja2 source of a message, or of a whole prompt."""
 
     field: str
-    """Key below the job's `prompt` that has the source."""
+    """Key in the job's section `prompt` under which the source is written, such as `template`."""
     role: str
     source: str
 
@@ -434,6 +439,7 @@ def _other_fields(job: Job, dataset: ColumnSource) -> dict[str, Any]:
 
     Raises InputError with all faults.
     """
+    # Each value is made by a function, so that an error of one does not hide the errors of the others.
     value_makers: dict[str, Callable[[], Any]] = {
         "lora_path": lambda: _lora_path(job.sampling),
         "tools": lambda: _tools(job.prompt, job.sampling, dataset),
@@ -526,16 +532,17 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             fits, expected = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
             with faults.collect():
                 _check_type(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
-        if name in {"lora_path", "tool_choice"}:  # fields of requests, not sampling parameters
+        if name in {"lora_path", "tool_choice"}:  # these are fields of a request, not sampling parameters
             continue
         if isinstance(value, FromColumn):
             columns[name] = value.column
-            value = field.default  # applies to rows with a null in the column
+            value = field.default  # for rows with a null in the column
         if value is not None:
             shared[name] = value
     faults.raise_all()
     if isinstance(shared.get("json_schema"), dict):
-        shared["json_schema"] = orjson.dumps(shared["json_schema"]).decode()  # SGLang takes a schema as text
+        # SGLang takes a schema as text.
+        shared["json_schema"] = orjson.dumps(shared["json_schema"]).decode()
     if shared["n"] == 1:  # SGLang's own default
         del shared["n"]
     return shared, columns

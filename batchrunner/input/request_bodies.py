@@ -73,7 +73,7 @@ def with_model(body: RequestBody, model: str | None) -> bytes:
 
 
 def prompt_of(body: RequestBody) -> bytes:
-    """Return the JSON of the PROMPT_FIELDS of a body, by which common prefixes are found."""
+    """Return the JSON of the PROMPT_FIELDS of a body; bodies are compared by it to find common prefixes."""
     fields = fields_of(body.content)
     return b"".join(fields[name] for name in PROMPT_FIELDS if name in fields)
 
@@ -92,13 +92,11 @@ def prompts_in(body: RequestBody) -> list[Any]:
             values += value
         else:
             values.append(value)
-    # A query or an item of a score may be empty, because both together are the prompt.
-    may_be_empty = body.path == SCORE_PATH
-    return [
-        value
-        for value in values
-        if (isinstance(value, str) or _is_ids(value)) and (value or not may_be_empty)
-    ]
+    valid_values = [value for value in values if isinstance(value, str) or _is_ids(value)]
+    if body.path == SCORE_PATH:
+        # The query and an item together are a prompt, so one of them may be empty and has no tokens then.
+        return [value for value in valid_values if value]
+    return valid_values
 
 
 def _is_ids(prompt: Any) -> bool:
@@ -111,6 +109,7 @@ def _most_thinking(path: str, fields: dict[str, msgspec.Raw]) -> int | None:
         return None
     reasoning = msgspec.json.decode(fields["reasoning"])
     limit = reasoning.get("max_tokens") if isinstance(reasoning, dict) else None
+    # The exact type is compared, because `isinstance` would accept True.
     return limit if type(limit) is int and limit >= 0 else None
 
 
@@ -124,7 +123,7 @@ def _with_budget(custom_params: msgspec.Raw | None, budget: int) -> msgspec.Raw:
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
     """Return a request's limit of output tokens, or an estimate if the request has no limit."""
     if path in _WITHOUT_DECODING:
-        return 1  # the least that counts
+        return 1  # the minimum, because there is no output
     for name in _LIMITS:
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if type(value) is int and value > 0:

@@ -59,8 +59,8 @@ class SortedCopy:
         except (OSError, pa.ArrowException, KeyError, TypeError, orjson.JSONDecodeError):
             raise InputError(
                 f"{path}: the sorted rows of this run are missing or damaged",
-                hint="put the file back, or run the command again (with --join, once no worker runs and "
-                f"{path.parent} is deleted): pending rows are sorted again, and finished rows are kept",
+                hint="put the file back, or run the command again (with --join: stop all workers and delete "
+                f"{path.parent} before): pending rows are sorted again, and finished rows are kept",
             ) from None
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]
@@ -117,7 +117,7 @@ MEMORY = "128MB"
 CHUNK_ROWS = 16_384
 """Number of rows that are passed to or from DuckDB at once."""
 MOST_OUTPUT_TOKENS = 1 << 30
-"""Limit of `max_new_tokens` in a sort key, above what any model generates. A larger value counts as this."""
+"""Upper limit of `max_new_tokens` in a sort key, above what any model generates."""
 MOST_GROUP_BYTES = 32 << 20
 """Approximate maximum size of a row group in bytes."""
 BUCKET_BYTES = 48 << 20
@@ -231,7 +231,8 @@ def _keys(
     """Yield the sort key (_KEYS) of each row; a row that cannot be rendered comes before all other rows."""
     has_limit_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
-        size = batch.data.nbytes // len(batch.rows)  # mean size of a row, without its prompt
+        # Mean size of the batch's rows; the prompts are added below.
+        size = batch.data.nbytes // len(batch.rows)
         for item in job_input.renderer.render(batch, check_stop):
             if not isinstance(item, Request):
                 yield 0, b"", 0, item.ref.row, size
@@ -239,10 +240,11 @@ def _keys(
             prompt = prompt_bytes(item)
             first = 0
             if order == "longest_first":
+                # Rows with limits of their own are sorted by these, because long outputs take the most time.
                 length = len(prompt)
                 if has_limit_column:
                     length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
-                first = -length  # negative, because DuckDB sorts in ascending order
+                first = -length  # DuckDB sorts in ascending order, and long prompts come first
             yield first, *sort_key(prompt), item.ref.row, size + len(prompt)
 
 
@@ -255,7 +257,8 @@ def cut_into_groups(sizes: Iterable[int], most_rows: int) -> Iterator[tuple[int,
     group_rows = group_bytes = 0
     for size in sizes:
         is_full = group_rows == most_rows or group_bytes + size > MOST_GROUP_BYTES
-        if group_rows and is_full:  # a row of more than MOST_GROUP_BYTES is a group by itself
+        # A row of more than MOST_GROUP_BYTES is a group by itself.
+        if group_rows and is_full:
             yield group_rows, group_bytes
             group_rows = group_bytes = 0
         group_rows += 1
@@ -276,15 +279,16 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
         if bucket_bytes >= BUCKET_BYTES:
             yield position
             bucket_bytes = 0
-    yield position + 1  # the end of the last bucket, which may be empty
+    # The last bucket ends after the last row. If the last group filled a bucket, the last bucket is empty.
+    yield position + 1
 
 
 def _with_positions(
     job_input: JobInput, rows: BitMap64, positions: Iterator[tuple[int]]
 ) -> Iterator[pa.Table]:
-    """Yield `rows` in input order, with a column of their ordinals and one of their positions in the copy.
+    """Yield `rows` in input order, with a column of ordinals and a column of positions in the copy.
 
-    `positions` yields these positions, first that of the first row in input order.
+    `positions` yields the position of each row, in input order.
     """
     names = job_input.renderer.columns
     schema = job_input.dataset.schema_of(names)
@@ -311,8 +315,8 @@ def prepare_order(
 
     The path is None for input order. The copy is written to `directory`, with `writer` in its name. With
     `replace`, earlier copies in this directory are deleted. `check_stop` is called regularly, and may raise
-    to end the sort. Raises InputError. Raises OutputError if the disk is full, unless the job has `order:
-    auto`, with which the rows then keep input order.
+    to end the sort. Raises InputError. If the disk is full, a job with `order: auto` keeps input order, and
+    any other job raises OutputError.
     """
     if replace:
         remove_sorted_copies(directory)
@@ -331,7 +335,7 @@ def prepare_order(
         problem = f"{directory}: {len(rows)} rows could not be sorted: {first_line(failure)}"
         if job_input.job.order != "auto":
             raise OutputError(problem, hint="free disk space, or set order: input") from None
-        decision = OrderDecision("input", f"{decision.order} would be better, but {problem}")
+        decision = OrderDecision("input", f"order {decision.order!r} would be better, but {problem}")
         log.warning("%s", decision)
         return None, decision
     seconds, mebibytes = time.monotonic() - began, path.stat().st_size >> 20
@@ -346,13 +350,15 @@ def find_sorted_copy(
 
     Return None if there is no such copy in `directory`.
     """
-    wanted_order = "prefix" if job_input.job.order == "auto" else job_input.job.order
+    wanted_order = job_input.job.order
+    if wanted_order == "auto":  # A copy shows that `auto` decided on "prefix" at that start.
+        wanted_order = "prefix"
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)
             now = fingerprint(job_input.job, job_input.dataset.facts(), "")
             check_same_run(copy.about["fingerprint"], now, directory)
-        except (InputError, ResumeError):  # damaged, or of another job
+        except (InputError, ResumeError):  # the copy is damaged, or belongs to another job
             continue
         copy_order = copy.about["order"]
         if rows and copy_order == wanted_order and not rows - copy.rows(copy.positions):
@@ -362,7 +368,7 @@ def find_sorted_copy(
 
 def remove_sorted_copies(directory: Path) -> None:
     """Delete all sorted copies in a directory, also unfinished ones; raise OSError."""
-    for path in directory.glob("*order-*"):  # also hidden files, which are unfinished
+    for path in directory.glob("*order-*"):  # `*` also matches hidden files, which are unfinished copies
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -11,5 +11,6 @@ def spread_blocks(total: int, *, blocks: int, size: int) -> list[range]:
     at the first position, and the last block ends at the last position. Blocks overlap if together they have
     more than `total` positions.
     """
-    begins = [(total - size) * block // max(blocks - 1, 1) for block in range(blocks)]
+    gaps = max(1, blocks - 1)  # at least 1, because a single block has no gap to divide by
+    begins = [(total - size) * number // gaps for number in range(blocks)]
     return [range(begin, begin + size) for begin in begins]

@@ -49,7 +49,7 @@ class SupportsBatches(Protocol):
     """Dataset of pyarrow, which is read batch by batch."""
 
     def to_batches(self) -> Iterable[pa.RecordBatch]:
-        """Read the dataset."""
+        """Return the dataset's rows, batch by batch."""
 
 
 Row: TypeAlias = str | Mapping[str, Any] | None
@@ -68,11 +68,11 @@ def paths_of(data: object) -> list[str] | None:
     if not isinstance(data, str):
         return None
     try:
-        find_files([data])
+        find_files([data])  # Only the error matters here: the text may be a prompt and not a path.
     except InputError as failure:
         raise InputError(
             f"rows: {str(failure)[:200]}",
-            hint="a single text is the path of files: give prompts as a list of texts",
+            hint="a single text is read as a path: give prompts as a list of texts",
         ) from None
     return [data]
 
@@ -122,7 +122,8 @@ def _results_of_query(query: Any) -> Any:
     Polars 2 runs the query while its results are read. Earlier versions return them as one data frame.
     """
     try:
-        query.collect_schema()  # Raises the error of a wrong query, such as an unknown column.
+        # `collect_schema` raises an error for a wrong query, such as one with an unknown column.
+        query.collect_schema()
         if hasattr(query, "collect_batches"):
             results = query.collect_batches(chunk_size=CHUNK_ROWS, lazy=True)
             if hasattr(results, "__arrow_c_stream__"):
@@ -156,7 +157,7 @@ def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
     yield empty_batch(reader.schema)
     try:
         yield from reader
-    except (OSError, pa.ArrowException) as failure:  # from the query or the file behind the reader
+    except (OSError, pa.ArrowException) as failure:  # raised by the query or the file that the reader reads
         raise InputError(f"rows: cannot be read: {first_line(failure)}") from None
 
 
@@ -235,7 +236,8 @@ def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
     for name, value in row.items():
         kind = _SCALARS.get(type(value))
         if kind is None:
-            with contextlib.suppress(Exception):  # an object may be of any class, and raise any error
+            # The value may be of any class, whose methods may raise any error.
+            with contextlib.suppress(Exception):
                 kind = pa.infer_type([value])
         types.append((name, kind))
     return types
@@ -252,7 +254,7 @@ def batches_of_rows(
     for name in dict.fromkeys(chain.from_iterable(rows)):  # rows may have keys that the first row lacks
         if not isinstance(name, str):
             raise InputError(
-                f"rows: the name of a column is {name!r}, which is not a text", hint="give a text as its name"
+                f"rows: the name of a column is {name!r}, which is not text", hint="name the column by a text"
             )
         try:
             columns[name] = to_array([row.get(name) for row in rows])
@@ -264,7 +266,7 @@ def batches_of_rows(
             ) from None
     if not columns:
         raise InputError(
-            f"rows: {counted(len(rows), 'row')} from row {first} on without any column",
+            f"rows: {counted(len(rows), 'row')} without any column, starting at row {first}",
             hint="give each row at least one column",
         )
     return [pa.RecordBatch.from_pydict(columns)]

@@ -51,7 +51,7 @@ _RESULT = "batchrunner_value"
 
 
 FIELDS = "fields"
-"""Variable for the lines of `prompt.fields` in a template."""
+"""Template variable that holds the lines of `prompt.fields`."""
 _PLAIN = (str, int, float, Decimal, date, time)
 """Types of values that a line of `prompt.fields` shows as Python prints them; other values become JSON."""
 
@@ -66,7 +66,7 @@ def field_line(name: str, value: Any) -> str:
 def with_fields(
     prompt_of: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]
 ) -> Any:
-    """Return the prompt that `prompt_of` makes of a row and the variable FIELDS, the lines of `columns`."""
+    """Add the variable FIELDS, with a line for each of `columns`, to a row, and return its prompt."""
     return prompt_of({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
@@ -98,6 +98,7 @@ class _ColumnCode:
             line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
             text = "".join(source.splitlines()[line - 1 : line]).strip()
             hint = None
+            # A column with a space or a dash in its name may be the cause of a syntax error.
             odd_names = [name for name in available if name in text and not name.isidentifier()]
             if odd_names:
                 expression = template_of_column(odd_names[0])
@@ -150,10 +151,11 @@ class Template(_ColumnCode):
         return text
 
     def _failing_names(self, row: Mapping[str, Any], kind: type) -> str:
-        """Return the names of the columns on which the template fails; "" if they cannot be found.
+        """Return the names of the columns whose values make the template fail; "" if they cannot be found.
 
-        These are the columns in the failing expression, or else in the whole template, that hold a value of
-        type `kind`. If the expression reads no such column, its own text is returned.
+        The error is about a value of type `kind`. So these are the columns with such a value among those that
+        the failing expression reads, or that the whole template reads if the expression is unknown. If there
+        is no such column, the text of the expression is returned.
         """
         expression = ""
         # Render the row once more by slower code, which notes the failing expression in the error.
@@ -229,7 +231,7 @@ class NotTextError(ValueError):
     def __init__(self, value: bytes | None) -> None:
         super().__init__("None is not text" if value is None else "bytes are not text")
         self.problem = "is null" if value is None else "holds bytes"
-        """End of a sentence that begins with the name of a column."""
+        """Predicate of an error message whose subject is the name of a column."""
         self.kind = type(value)
 
 
@@ -247,7 +249,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join([str(as_text(operand)) for operand in operands])
 
     def named(self, expression: str, text: Callable[[], str]) -> str:
-        """Return the printed text of an expression; add the expression to an error as a note."""
+        """Return the printed text of an expression; if this fails, note the expression in the exception."""
         try:
             return text()
         except Exception as failure:
@@ -265,10 +267,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Code(CodeGenerator):
-    """Code generator for templates in which `~` refuses nulls and the left side of `or` may fail on one."""
+    """Code generator for templates: `~` refuses nulls, and the left side of `or` may fail on a null."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
-        """Write the call that joins the operands."""
+        """Compile `~` to a call of `environment.joined` with the operands."""
         self.write("environment.joined(")
         for part in node.nodes:
             self.visit(part, frame)
@@ -276,7 +278,7 @@ class _Code(CodeGenerator):
         self.write(")")
 
     def visit_Or(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
-        """Write `left or right`."""
+        """Compile `left or right` so that `left` counts as null if it fails on a null."""
         self.write("(environment.unless_null(lambda: ")
         self.visit(node.left, frame)
         self.write(") or ")
@@ -373,12 +375,16 @@ def _error_text(failure: Exception, columns: Sequence[str], row: Mapping[str, An
     text_columns = [template_of_column(name) for name in columns if isinstance(row.get(name), str)]
     if not text_columns or not isinstance(failure, TypeError) or "str" not in str(failure):
         return message
+    # Python's error about a text names `str`, for example "'<' not supported between 'str' and 'int'".
     names = ", ".join(text_columns)
     return f"{message} (columns with text: {names}; compare them with text, or convert them by NAME | float)"
 
 
 def _expression_tree(source: str) -> nodes.Template:
-    """Return the syntax tree of an expression, built as in jinja2's `compile_expression`."""
+    """Return the syntax tree of a template that assigns the value of an expression to a variable.
+
+    The tree is built as in jinja2's `compile_expression`.
+    """
     parser = Parser(_environment(), source, state="variable")
     value = parser.parse_expression()
     if not parser.stream.eos:
@@ -416,7 +422,10 @@ def _field_of_row(node: nodes.Node) -> str | None:
 
 
 def _printed(tree: nodes.Template) -> Iterator[str | None]:
-    """Yield the name of the column in each printed expression, without its filters; None if it has none."""
+    """Yield, for each printed expression, the column that it prints; None if it is more than a column.
+
+    Filters that only change how a value is printed are ignored.
+    """
     for output in tree.find_all(nodes.Output):
         for node in output.nodes:
             expression: nodes.Expr = node
@@ -454,7 +463,7 @@ def unknown_column(
     template must write it.
     """
     similar = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    if not similar:
+    if not similar:  # `name` may be a part of a longer name, such as `title` of "title en".
         similar = [column for column in available if name in column.split() or column.startswith(name)]
     hint = None
     if similar:

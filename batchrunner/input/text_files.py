@@ -95,7 +95,7 @@ def batches_of_file(
 def _csv_batches(
     source: io.BufferedReader, path: str, spec: InputSpec, usual_delimiter: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a CSV file, after an empty batch that has the columns even if there are no rows."""
+    """Yield the rows of a CSV file. The first batch is empty, and tells the columns even without rows."""
     header, records = csv_table(source, path, spec, usual_delimiter)
     types = {name: PLAIN_TYPES[spec.types.get(name, "string")] for name in header}
     yield _batch_of(path, [], types)
@@ -125,7 +125,7 @@ def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
 def _json_object(text: bytes) -> dict[str, Any]:
     """Return the object in a JSON text; raise ValueError or RecursionError if the text has no object."""
     try:
-        value = msgspec.json.decode(text)  # keeps integers of any size
+        value = msgspec.json.decode(text)  # msgspec keeps integers of any size
     except ValueError as failure:
         problem = str(failure)
         if no_number := _NO_NUMBER.search(text):
@@ -196,6 +196,7 @@ def _batch_of(
         else:
             columns[name], misfits = _typed(values, kind)
             for index, misfit in misfits.items():
+                # A record has one reason: its first problem.
                 problems[index] = problems[index] or f"column {name!r}: {misfit}"
     messages = [
         f"{path}: line {record.line}: {problem}" if problem else None
@@ -219,7 +220,7 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
 
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of an Arrow IPC file or stream, after an empty batch with the schema."""
+    """Yield the rows of an Arrow IPC file or stream. The first batch is empty, and tells the schema."""
     # After its first bytes, a file has the form of a stream, and a footer that is not needed.
     if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):
         source.read(ARROW_HEAD_BYTES)

@@ -49,7 +49,7 @@ class LineNumbers:
     """Complaint about the first bad line."""
 
     def add(self, number: int, reason: str = "") -> None:
-        """Add the line with this number; `reason` is the complaint about the line, if it is bad."""
+        """Add the line with this number. `reason` says what is wrong with the line; "" if nothing is."""
         self.count += 1
         self.reason = self.reason or reason
         if len(self.first) < ITEMS_NAMED:

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """Additional result columns of a run, beyond those of every run, and the checks of its answers."""
+    """Result columns that a run has in addition to those of every run, and the checks of its answers."""
 
     columns: tuple[str, ...]
-    """Names of additional columns: keys of ANSWER_COLUMNS and ROLLOUT_COLUMNS in their order, or RESPONSE."""
+    """Names of additional columns: keys of ANSWER_COLUMNS and ROLLOUT_COLUMNS in their order, or only
+    RESPONSE for a batch file."""
     samples: int = 1
     """Number of completions of a row (`sampling.n`)."""
     top_logprobs: int = 1
@@ -66,7 +67,8 @@ class AnswerPlan:
     def asks(self) -> AskedColumns | None:
         """Columns that each request asks the engine for; None if there are none."""
         names = {*self.columns} if self.asked is None else {*self.asked}
-        names -= {PARSED, RESPONSE}  # made from the answer's text, without the engine
+        # These two columns are made from the answer itself, so the engine need not return them.
+        names -= {PARSED, RESPONSE}
         if not names:
             return None
         return AskedColumns(
@@ -98,9 +100,10 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     on_length = job.on_length or ("fail" if json.is_checked and has_schema else "keep")
 
     names = _rollout_columns(parsed) if is_rollout else _answer_columns(job, has_schema=has_schema)
-    # Carried columns and those of the Python function take precedence over columns of the same name.
+    # Carried columns and the columns of the Python function replace additional columns of the same name.
     names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
+    # An answer must be examined if anything can reject it, and also to fill the column `parsed`.
     checks = (
         json.is_checked
         or job.accept.has_condition
@@ -126,29 +129,31 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
 
 
 class _JsonRule(NamedTuple):
-    """Rule of a job about the JSON of its answers."""
+    """Whether the answers of a job must be JSON, and where their JSON Schema comes from."""
 
     is_checked: bool
     """Whether an answer must be JSON."""
     schema_origin: Literal["none", "job", "row"]
-    """Origin of the JSON Schema of an answer: nowhere, the job, or the answer's row or request."""
+    """Where the JSON Schema of an answer comes from: the job, or the answer's row (or request of a
+    rollout)."""
     schema: dict[str, Any] | None
-    """JSON Schema of all answers; None unless its origin is the job."""
+    """JSON Schema of all answers; None unless it comes from the job."""
 
 
 def _json_rule(job: Job) -> _JsonRule:
-    """Return the JSON rule of a job."""
+    """Derive from `accept.json` and `sampling.json_schema` whether and how the JSON of answers is checked."""
     accept_json, sampling_schema = job.accept.json_, job.sampling.json_schema
     schema_origin: Literal["none", "job", "row"] = "none"
     schema = None
     if isinstance(accept_json, dict):
         schema_origin, schema = "job", accept_json
     elif job.prompt.rollout is not None or isinstance(sampling_schema, FromColumn):
-        # Each request of a rollout may have a schema of its own, as rows with a column of schemas do.
+        # A rollout may pass a schema with each request, and a column may have a schema for each row.
         schema_origin = "row"
     elif isinstance(sampling_schema, dict):
         schema_origin, schema = "job", sampling_schema
-    # Unless `accept.json` decides, a schema in `sampling` is reason enough to check.
+    # `accept.json` decides whether answers are checked. If it is unset, they are checked if there is a
+    # schema.
     is_checked = schema_origin != "none" if accept_json is None else accept_json is not False
     return _JsonRule(is_checked=is_checked, schema_origin=schema_origin, schema=schema)
 
@@ -166,9 +171,9 @@ def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
 
 
 def _rollout_columns(parsed: tuple[tuple[str, ColumnKind], ...]) -> set[str]:
-    """Return the columns of a rollout, where `parsed` are the columns that its function declares.
+    """Return the additional columns of a rollout. `parsed` are the columns that its function declares.
 
-    Without declared columns, the column RETURNED holds the value that the function returned.
+    If the function declares none, the column RETURNED holds the value that it returned.
     """
     return {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
 

@@ -2,8 +2,8 @@
 
 A ColumnKind is the name of a plain type (PLAIN_TYPES), ("list", kind), or ("struct", ((name, kind), …)). The
 kind "json" is a JSON text, for values without an Arrow type: values of several types, objects without named
-properties, and values of a recursive schema. The kind "null" is that of an object's property that only has
-nulls and empty lists so far.
+properties, and values of a recursive schema. The kind "null" is for a property that so far has been null, an
+empty list or an empty object in all objects.
 """
 
 import datetime as dt
@@ -30,7 +30,8 @@ PLAIN_TYPES: dict[str, pa.DataType] = {
 _NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
 """Names of plain kinds by Arrow's names.
 
-Arrow has a string for both `string` and `json`. In reversed order, the name `string` is kept.
+The kinds `string`, `json` and `null` have the same Arrow type. Because of the reversed order, the entry of
+`string`, the first of them, is written last and stays.
 """
 _KINDS_OF_SCALARS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
 """Kinds by the scalar types of JSON Schema."""
@@ -42,7 +43,8 @@ MOST_PROPERTIES = 100
 An object with more properties is probably a lookup table, so it becomes JSON text.
 """
 MOST_LEVELS = 8
-"""Maximum number of structs within one another whose properties come from values. What is deeper is JSON."""
+"""Maximum nesting of structs whose properties come from values, not from a schema. Objects at a deeper level
+become JSON text."""
 _KINDS_OF_VALUES: dict[type, str] = {bool: "bool", str: "string", int: "int64", float: "float64"}
 """Kinds by the Python types of scalars."""
 
@@ -64,9 +66,10 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """Return Arrow's text of a type, with the names that a job file uses for plain types."""
-    text = " ".join(str(kind).split())  # Arrow writes a struct on several lines
-    # A type name may have a unit, as in timestamp[us]. A name before a colon is a field of a struct.
+    """Return the type as Arrow prints it, but with the names that a job file uses for plain types."""
+    text = " ".join(str(kind).split())  # Arrow prints a struct on several lines.
+    # A type name may have a unit, as in timestamp[us]. A name before a colon is a field of a struct, not a
+    # type.
     return re.sub(r"\b[a-z]+\d*\b(\[\w+\])?(?!:)", lambda word: _NAMES.get(word[0], word[0]), text)
 
 
@@ -74,7 +77,7 @@ def kind_of_schema(schema: Any, *, formats: bool = False) -> ColumnKind:
     """Return the kind of the column that holds the values of a JSON Schema.
 
     With `formats`, strings that pydantic declares as dates, times or bytes get columns of these types.
-    Without, they are strings.
+    Without `formats`, their columns are strings.
     """
     return _SchemaReader(schema, formats).kind_of(schema)
 
@@ -86,7 +89,7 @@ class _SchemaReader:
         self._root = root
         self._kinds_of_formats = _KINDS_OF_FORMATS if formats else {}
         self._open_references: set[str] = set()
-        """References that are being resolved; one that leads back to itself is recursive."""
+        """References that are being resolved. A schema that refers to one of them is recursive."""
 
     def kind_of(self, schema: Any) -> ColumnKind:
         """Return the kind for the values of the schema, or of a part of it."""
@@ -104,11 +107,12 @@ class _SchemaReader:
         types = schema.get("type", "object" if "properties" in schema else None)
         if not isinstance(types, list):
             types = [types]
-        types = [name for name in types if name != "null"]  # every column may hold nulls
+        types = [name for name in types if name != "null"]  # Any column may hold nulls.
         return self._of_type(types[0], schema) if len(types) == 1 else "json"
 
     def _of_choices(self, choices: Any, schema: dict[str, Any]) -> ColumnKind:
         """Return the kind that holds the values of all choices of an `anyOf`, `oneOf` or `allOf`."""
+        # Properties beside the choices would have to be added to each choice.
         if not isinstance(choices, list) or "properties" in schema:
             return "json"
         kinds = [self.kind_of(choice) for choice in choices if choice != {"type": "null"}]
@@ -132,16 +136,19 @@ class _SchemaReader:
         first_items, items = schema.get("prefixItems"), schema.get("items")
         if not first_items:
             inner = self.kind_of(items)
-        elif schema.get("maxItems") == len(first_items):  # a tuple has no further items
+        elif schema.get("maxItems") == len(first_items):  # A tuple has no items after the first ones.
             inner = common_kind(map(self.kind_of, first_items))
         else:
             inner = "json"  # Any values may follow the first items, so there is no common type.
-        # An array of any items becomes one JSON text. With `items` it becomes a list, perhaps of JSON texts.
-        says_nothing = not items and inner == "json"
-        return "json" if says_nothing else ("list", inner)
+        if inner == "json" and not items:
+            return "json"  # The schema says nothing of the items, so the whole array becomes one JSON text.
+        return "list", inner
 
     def _referred(self, reference: Any) -> ColumnKind:
-        """Return the kind for the part of the schema that a `$ref` names."""
+        """Return the kind for the part of the schema that a `$ref` names.
+
+        The kind is JSON for a recursive schema, and for a reference that leads out of the schema.
+        """
         if reference in self._open_references or not str(reference).startswith("#/"):
             return "json"
         try:
@@ -158,15 +165,15 @@ def part_at(root: Any, reference: str) -> Any:
     """Return the part of a JSON Schema that a reference such as `#/$defs/a` names; raise LookupError."""
     try:
         return functools.reduce(operator.getitem, reference.split("/")[1:], root)
-    except TypeError:  # the reference leads through a list or a text
+    except TypeError:  # A step of the reference leads into a list or a text.
         raise LookupError(reference) from None
 
 
 def kinds_of_value(value: Any, level: int = 0) -> list[ColumnKind]:
-    """Return the column kinds of a JSON value: a kind for each item of a list, no kind for a null.
+    """Return the possible column kinds of a JSON value. `common_kind` then combines the kinds of many values.
 
-    An empty object has no kind either, because it tells nothing of its properties. `level` is the number of
-    objects in which the value is nested.
+    A list has a kind for each of its items. A null and an empty object have no kind, because any column can
+    hold them. `level` is the number of objects in which the value is nested.
     """
     if value is None or value == {}:
         return []
@@ -177,8 +184,8 @@ def kinds_of_value(value: Any, level: int = 0) -> list[ColumnKind]:
         for name, inner in value.items():
             properties.append((name, common_kind(["null", *kinds_of_value(inner, level + 1)])))
         return [("struct", tuple(properties))]
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # does not fit into 64 bits
-        return ["json"]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return ["json"]  # The number does not fit into a column of 64-bit integers.
     return [_KINDS_OF_VALUES.get(type(value), "json")]
 
 
@@ -188,7 +195,8 @@ def _kinds_of_values(values: Iterable[Any], level: int = 0) -> Iterator[ColumnKi
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
     """Return the kind of a column that can hold values of all `kinds`."""
-    distinct = dict.fromkeys(kinds)  # A set would lose the order of the properties of objects.
+    # A dict keeps the order of the kinds, which becomes the order of the properties of a struct.
+    distinct = dict.fromkeys(kinds)
     if len(distinct) > 1:
         distinct.pop("null", None)
     if len(distinct) == 1:
@@ -211,7 +219,8 @@ def _common_struct(structs: Iterable[Any]) -> ColumnKind:
             kinds_of.setdefault(name, []).append(kind)
     merged = {name: common_kind(kinds) for name, kinds in kinds_of.items()}
     for name, kind in merged.items():
-        # As JSON, the texts of a property of mixed types would have quotes within an object that has none.
+        # A property of mixed types would become JSON text, in which strings have quotes, although the other
+        # properties of the struct have none. So the whole object becomes JSON.
         if innermost(kind) == "json" and {*map(innermost, kinds_of[name])} != {"json"}:
             return "json"
     return "json" if len(merged) > MOST_PROPERTIES else ("struct", tuple(merged.items()))
@@ -267,7 +276,7 @@ def _number(value: Any) -> float:
         raise ValueError(f"{value!r} is not a number")  # noqa: TRY004
     try:
         number = float(value)
-    except OverflowError:  # a whole number beyond the range of floats
+    except OverflowError:  # The integer is too large for a float.
         number = math.inf
     if not math.isfinite(number):
         raise ValueError("the number is not finite, or is too large for a float (limit 1.8e308)")

@@ -25,7 +25,7 @@ _INDEX = "__index_level_"
 
 
 class CallOptions(TypedDict, total=False):
-    """Arguments that `generate`, `stream` and a stage of Ray Data have in common, and those of a task."""
+    """Keyword arguments that describe a job in `generate`, `stream` and a stage of Ray Data."""
 
     prompt: Prompt | None
     rollout: str | Callable[..., Any] | None
@@ -56,7 +56,7 @@ class LibraryCall:
     limits: Mapping[str, Any] | LimitsSpec | None = None
     task: TaskName = GENERATE
     task_options: Mapping[str, Any] | None = None
-    """Values of job fields that only the task has, by the last part of a field's name, such as `dtype`."""
+    """Options of the task, such as `dtype` for the job field `output.dtype`."""
     rollout: str | Callable[..., Any] | None = None
     parse: str | Callable[..., Any] | None = None
     sampling: Mapping[str, Any] | None = None
@@ -103,7 +103,7 @@ class LibraryCall:
         for option, value in (self.task_options or {}).items():
             if option not in fields_by_option:
                 raise JobError(
-                    f"task_options: {option!r} does not go with task: {self.task}",
+                    f"task_options: {option!r} is not an option of task: {self.task}",
                     hint=f"options of this task: {', '.join(fields_by_option) or 'none'}",
                 )
             section, _, key = fields_by_option[option].rpartition(".")
@@ -118,15 +118,15 @@ def default_prompt(schema: pa.Schema) -> str:
     if len(names) != 1:
         columns = ", ".join(f"{column.name} ({type_name(column.type)})" for column in schema)
         raise InputError(
-            "prompt",
-            hint=f"give one, since the rows have {len(names)} text columns and not 1 "
+            "prompt is missing",
+            hint=f"only rows with exactly 1 text column need none, but these have {len(names)} text columns "
             f"(columns: {columns or 'none'})",
         )
     return f"{{{{ row[{json.dumps(names[0], ensure_ascii=False)}] }}}}"
 
 
 def _anywhere(name: str, value: Any) -> Any:
-    """Return the value of a key of `prompt`; let its files lie in any folder, unless it sets `folder`."""
+    """Return the value of a key of `prompt`. If it is for files, they may lie in any folder by default."""
     expanded = media_part(name, value) if name in KIND_OF_FIELD else None
     return {"folder": "/", **expanded} if isinstance(expanded, Mapping) else value
 
@@ -135,9 +135,9 @@ _OF_BASE = {
     "engine", "limits", "order", "window", "dedupe", "bundle", "storage", "output.part_rows",
     "output.durable", "input.limit",
 }  # fmt: skip
-"""Job fields that a batch may take from a base job or from `--set`."""
+"""Job fields that `batchrun batch` takes from a base job or from `--set`."""
 CUSTOM_ID = "custom_id"
-"""Column that identifies the request of a result."""
+"""Column of a batch file and its results that identifies a request."""
 
 
 def job_of_batch(
@@ -151,6 +151,7 @@ def job_of_batch(
     """
     for override in overrides:
         name = override.partition("=")[0].strip()
+        # `name` may be a field of _OF_BASE or a key below it, such as engine.args.
         if not {name, name.partition(".")[0]} & _OF_BASE:
             raise JobError(f"--set {override}: a batch does not have this field", hint="leave it out")
     is_base_job = len(engine) == 1 and engine[0].endswith((".yaml", ".yml"))
@@ -159,7 +160,8 @@ def job_of_batch(
     for section in ("output", "limits"):
         if not isinstance(tree.setdefault(section, {}), dict):
             raise JobError(f"{section}: should be a mapping", hint="write keys below it")
-    # The requests have their own values of all other fields. An unknown key stays, and is refused later.
+    # The requests themselves define what the other fields would. Unknown keys stay, so that `load_job`
+    # refuses them.
     dropped_fields = {*Job.model_fields} - _OF_BASE
     output, limits = tree["output"], tree["limits"]
     tree = {field: value for field, value in tree.items() if field not in dropped_fields} | {

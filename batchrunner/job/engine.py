@@ -13,9 +13,9 @@ from batchrunner.job.fields import Duration, ModelName, Off, Spec, UserPath, use
 API_KEY_VARIABLE = "SGLANG_API_KEY"
 """Environment variable with the API key of SGLang servers, if the job names no other variable."""
 PARSER = "reasoning-parser"
-"""SGLang's server argument with the parser that separates thinking from the answer."""
+"""SGLang's server argument that names the parser which separates thinking from the answer."""
 STRICT_THINKING = "enable-strict-thinking"
-"""SGLang's server argument without which the server refuses limits of thinking."""
+"""SGLang's server argument that a server needs to accept limits of thinking tokens."""
 THINK_LIMIT = "SGLANG_MAX_THINK_TOKENS"
 """Environment variable with a limit of thinking tokens for all requests of an SGLang server."""
 
@@ -24,7 +24,7 @@ def _checked_url(url: str) -> str:
     """Return the address of a server without a final slash; raise ValueError if it is invalid."""
     if not re.fullmatch(r"https?://[^/@\s]+(/[^@]*)?", url):
         raise ValueError("an address is http://HOST:PORT or https://HOST:PORT, without a user and a password")
-    _ = urlsplit(url).port  # raises ValueError for an invalid host or port
+    _ = urlsplit(url).port  # `port` raises ValueError for an invalid host or port.
     return url.rstrip("/")
 
 
@@ -66,7 +66,7 @@ class GatewayEngine(RunningServers):
     """HTTP headers of every request to the gateway, such as `{x-smg-tenant-id: nightly, x-smg-priority:
     bulk}`."""
     routing_key_header: str = "x-smg-routing-key"
-    """Name of the header with the routing key, if the gateway has another one in `--routing-key-headers`."""
+    """Name of the HTTP header with the routing key, one of those in the gateway's `--routing-key-headers`."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
@@ -77,7 +77,7 @@ class ServerEngine(Spec):
     """Servers that the run starts on free local ports, restarts when they die, and stops at the end."""
 
     kind: Literal["server"]
-    """`server`: the run starts and stops them."""
+    """`server`: the run starts the servers, and stops them at its end."""
     model: ModelName
     """Model directory, or a model name that SGLang can load."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
@@ -86,8 +86,8 @@ class ServerEngine(Spec):
     gateway: bool = False
     """Also start a Model Gateway (`smg`), through which other clients can use all replicas at one address."""
     nodes: Annotated[int, Field(ge=1)] = 1
-    """Number of machines of a server, for a model that needs several machines. `tp` then counts the GPUs of
-    all machines."""
+    """Number of machines that together run one server, for a model that needs several machines. `tp` then
+    counts the GPUs of all machines."""
     args: dict[str, Any] = {}
     """SGLang's server arguments, such as `{mem-fraction-static: 0.88}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -104,7 +104,8 @@ class ServerEngine(Spec):
     tp: Annotated[int, Field(ge=1)] | None = None
     """Number of GPUs of a replica (SGLang's `--tp-size`). Default: the value in `args`, or 1."""
     heal: bool = True
-    """Restart a server that ran out of memory with safer arguments, and begin later runs with them."""
+    """After a server ran out of memory, restart it with safer arguments. Later runs start with these
+    arguments."""
     adapt: Literal["auto"] | Off = "auto"
     """During the run, tune flags that the job does not set, if the remaining time is worth a restart. Later
     runs of the same kind of job begin with the best flags."""
@@ -112,7 +113,7 @@ class ServerEngine(Spec):
     @field_validator("args")
     @classmethod
     def _by_name(cls, args: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments without leading dashes and with dashes for underscores."""
+        """Return the arguments with normalized names: no leading dashes, and `-` in place of `_`."""
         normalized = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
         for name in normalized:
             if name in RESERVED:

@@ -24,7 +24,7 @@ _DURATION = re.compile(
 )
 """Pattern of a duration with days, hours, minutes and seconds, such as 2h30m."""
 _UNITS_S = (86400.0, 3600.0, 60.0, 1.0)
-"""Units of a duration in seconds, in the order of the groups of the pattern."""
+"""Lengths in seconds of a day, an hour, a minute and a second, in the order of the groups of _DURATION."""
 
 
 def _seconds(value: object) -> object:
@@ -57,15 +57,15 @@ def user_path(path: str) -> str:
 
 
 def user_paths(value: Any) -> Any:
-    """Apply `user_path` to the texts in the value of an argument, also in lists, and return the value."""
+    """Return the value with `user_path` applied to a text, or to each text in a list."""
     if isinstance(value, list):
         return [user_paths(item) for item in value]
     return user_path(value) if isinstance(value, str) else value
 
 
 def _checked_path(path: str) -> str:
-    """Return a path after `user_path`; raise ValueError if it is empty."""
-    if not path:  # pathlib takes an empty path for the current directory
+    """Return a path with its home directory expanded; raise ValueError if the path is empty."""
+    if not path:  # pathlib would take an empty path for the current directory.
         raise ValueError("is empty")
     return user_path(path)
 
@@ -108,8 +108,8 @@ def name_of(function: str | Callable[..., Any]) -> str:
     """Return the name `module:function` of a Python function, given as this name or as the function."""
     if isinstance(function, str):
         return function
-    inner = getattr(function, "func", function)  # a functools.partial has the name of its function
-    named = inner if hasattr(inner, "__qualname__") else type(inner)  # a callable object, that of its class
+    inner = getattr(function, "func", function)  # A functools.partial gets the name of its function.
+    named = inner if hasattr(inner, "__qualname__") else type(inner)  # A callable object gets its class.
     return f"{named.__module__}:{named.__qualname__}"
 
 
@@ -144,21 +144,24 @@ class Spec(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        serialize_by_alias=True,  # because some keys are keywords of Python, such as `continue`
+        serialize_by_alias=True,  # Some keys, such as `continue`, are keywords of Python and need an alias.
     )
 
     @field_validator("*")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
-        """Return a value in its JSON form, which run.json stores and the engine receives."""
+        """Return a value in its JSON form, which run.json stores and the engine receives.
+
+        Raises ValueError for a value without such a form.
+        """
         items = value if isinstance(value, list) and value else [value]
         if all(isinstance(item, BaseModel) or callable(item) for item in items):
-            return value  # sections and functions are validated elsewhere
+            return value  # Sections and functions are validated elsewhere.
         try:
             if not isinstance(value, dict):
-                orjson.dumps(value)  # refuses integers over 64 bits and texts that are not UTF-8
+                orjson.dumps(value)  # It refuses integers over 64 bits and texts that are not UTF-8.
                 return value
-            json.dumps(value, allow_nan=False, default=str)  # refuses NaN, which orjson turns into null
+            json.dumps(value, allow_nan=False, default=str)  # It refuses NaN, which orjson turns into null.
             return orjson.loads(orjson.dumps(value))
         except (TypeError, ValueError, RecursionError) as failure:
             raise ValueError(f"cannot be written as JSON: {failure}") from None
@@ -178,7 +181,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def as_folder(path: os.PathLike[str]) -> str:
-    """Return a path as a text that cannot be taken for the name of a model on the Hugging Face Hub."""
+    """Return a path as text, with `./` in front if it may be taken for a model on the Hugging Face Hub."""
     text = os.fspath(path)
     return text if Path(text).exists() or text.startswith(("/", ".", "~")) else f"./{text}"
 

@@ -47,16 +47,16 @@ class HookFunction(NamedTuple):
     name: str
     """Name of the function in messages, `module:function`."""
     target: str | bytes
-    """The reference `module:function`, or for a function that a program passes the bytes of cloudpickle.
+    """The reference `module:function`. For a function that a program passes, the bytes of cloudpickle.
 
-    The bytes hold the function, its Annotations and the digest of its code.
+    The bytes hold a tuple of the function, its Annotations and the digest of its code.
     """
 
 
 def load_functions(
     functions: Sequence[HookFunction],
 ) -> tuple[list[HookFacts], list[Callable[..., Any]]]:
-    """Import the functions of a job; return their facts, and functions that call them.
+    """Import the functions of a job; return their facts, and callables that also convert their results.
 
     Raises HookLoadError if a function cannot be imported or called.
     """
@@ -65,14 +65,15 @@ def load_functions(
 
 
 def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
-    """Import a function; return its facts, and a function that calls it and converts its result."""
+    """Import a function; return its facts, and a callable that calls it and converts its result."""
     name = f"{function.where}: {function.name}"
     try:
         if isinstance(function.target, bytes):
             target, annotations, digest = pickle.loads(function.target)  # noqa: S301 - from this program
         else:
             target, annotations = pkgutil.resolve_name(function.target), None
-            digest = None if function.where == MEDIA else code_digest(target)  # MEDIA is our own function
+            # The function of MEDIA belongs to this package, so its code needs no digest.
+            digest = None if function.where == MEDIA else code_digest(target)
     except BaseException as failure:  # noqa: BLE001 - a module may raise anything, SystemExit too
         raise HookLoadError(failure_text(f"{name}: cannot be imported", failure)) from None
     try:
@@ -103,11 +104,11 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
 def code_digest(function: Any) -> str | None:
     """Return a digest of the code that a function depends on, without comments and layout.
 
-    This code is the whole module of the function, so that a change of a helper or a constant beside the
-    function counts too. Of a script or a notebook (`__main__`), which also has other code, only the code of
-    the function counts. Return None if there is no source.
+    This code is the whole module of the function, so that a change of a helper or of a constant in the module
+    also changes the digest. In a script or a notebook (`__main__`), only the code of the function counts,
+    because the rest is often unrelated. Return None if there is no source.
     """
-    inner = getattr(function, "func", function)  # the function in a functools.partial
+    inner = getattr(function, "func", function)  # `func` is the function in a functools.partial.
     inner = inspect.unwrap(inner) if hasattr(inner, "__qualname__") else type(inner)
     module = inspect.getmodule(inner)
     is_in_file = module is not None and module.__name__ != "__main__" and hasattr(module, "__file__")
@@ -115,9 +116,9 @@ def code_digest(function: Any) -> str | None:
         code = textwrap.dedent(inspect.getsource(module if module is not None and is_in_file else inner))
     except (OSError, TypeError):
         return None
-    # `ast` removes comments and formatting, which do not count. The source of a lambda is the whole line
-    # that contains it, for example an argument in a call of several lines. Python cannot parse such a line by
-    # itself, so the line is digested unchanged.
+    # Parsing and unparsing removes comments and formatting. It fails for some lambdas, because `getsource`
+    # returns the whole line with the lambda, which may be a part of a longer statement. Such a line is
+    # digested unchanged.
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         code = ast.unparse(ast.parse(code))
     return hashlib.sha256(code.encode("utf-8", "replace")).hexdigest()[:16]
@@ -140,7 +141,8 @@ async def _solve(
     Raises UnusableValueError if the result cannot be converted.
     """
     value = await function(*args)
-    is_list_of_rows = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")  # no NamedTuple
+    # A NamedTuple, which has `_fields`, is a single row although it is a tuple.
+    is_list_of_rows = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
     rows = value if is_list_of_rows else [value]
     try:
         return [row_value(row, annotations) for row in rows if row is not None]
@@ -149,9 +151,10 @@ async def _solve(
 
 
 def _takes_row(function: Any, where: str) -> bool:
-    """Tell whether a function of the job field `where` takes the row besides an answer.
+    """Tell whether a function of the job field `where` takes a second argument, the row, after the answer.
 
-    Raises HookLoadError if the function cannot be called with the arguments of its field.
+    For `prompt.rollout`, whose function takes the row and `generate`, the result is True. Raises
+    HookLoadError if the function cannot be called with the arguments of its field.
     """
     if not callable(function):
         raise HookLoadError("is not a function")
@@ -166,7 +169,7 @@ def _takes_row(function: Any, where: str) -> bool:
         raise HookLoadError("is asynchronous or a generator: give a plain function")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function in C may lack a signature
+    except (TypeError, ValueError):  # Some functions that are written in C have no signature.
         return False
     if _accepts(signature, "row or answer"):
         return False
@@ -209,10 +212,14 @@ def annotations_for(function: Any, where: str) -> Annotations:
 
 
 def annotations_of(function: Any) -> Annotations:
-    """Read the annotations of a function; raise ValueError, whose text follows the function's name."""
-    inner = getattr(function, "func", function)  # the function in a functools.partial
+    """Read the annotations of a function.
+
+    Raises ValueError if an annotation cannot be read. Its text continues a message that begins with the name
+    of the function.
+    """
+    inner = getattr(function, "func", function)  # `func` is the function in a functools.partial.
     try:
-        if isinstance(inner, type):
+        if isinstance(inner, type):  # Calling a class returns an instance of the class.
             hints: dict[str, Any] = {"return": inner}
         else:
             inner = inner if inspect.isroutine(inner) else type(inner).__call__
@@ -220,19 +227,19 @@ def annotations_of(function: Any) -> Annotations:
     except Exception as failure:  # noqa: BLE001 - evaluating an annotation may raise any error
         raise ValueError(f"has an annotation that cannot be read: {failure}") from None
     result_type = hints.pop("return", None)
-    row_type = next(iter(hints.values()), None)
+    row_type = next(iter(hints.values()), None)  # The type of the first argument.
     reads = tuple(typing.get_type_hints(row_type)) if typing_extensions.is_typeddict(row_type) else None
     is_union = typing.get_origin(result_type) in _UNIONS
     members = typing.get_args(result_type) if is_union else (result_type,)
     classes = [member for member in members if member is not types.NoneType]
-    if len(classes) == 1 and typing.get_origin(classes[0]) is list:  # a rollout may return several rows
+    if len(classes) == 1 and typing.get_origin(classes[0]) is list:  # A rollout may return a list of rows.
         classes = [*typing.get_args(classes[0])]
     columns = columns_of(classes[0]) if len(classes) == 1 else ()
     return Annotations(columns=columns, may_be_none=types.NoneType in members, reads=reads)
 
 
 def _type_hints(function: Any) -> dict[str, Any]:
-    """Return the types of the arguments and the result of a function, or only that of the result.
+    """Return the types of a function's arguments and result, or only the type of the result.
 
     The types of arguments cannot be read if their names are imported only for type checkers.
     """
@@ -241,7 +248,8 @@ def _type_hints(function: Any) -> dict[str, Any]:
     except NameError:
         function = inspect.unwrap(function)
         annotations = {name: kind for name, kind in function.__annotations__.items() if name == "return"}
-        # get_type_hints takes any object with annotations, so give it one with that of the result alone.
+        # get_type_hints accepts any object with annotations, so pass one that has only the annotation of the
+        # result.
         result_only = types.SimpleNamespace(__annotations__=annotations)
         return typing.get_type_hints(result_only, function.__globals__, include_extras=True)
 
@@ -279,11 +287,11 @@ def columns_of(kind: Any) -> Columns:
 
 
 def _readable_by_pydantic(annotation: Any, enclosing: tuple[Any, ...]) -> Any:
-    """Return an annotation with a TypedDict of typing_extensions for each dataclass and each TypedDict.
+    """Replace each dataclass and TypedDict in an annotation by a TypedDict of typing_extensions.
 
-    Before Python 3.12, pydantic refuses a TypedDict of the module `typing`, also as a field of a dataclass.
-    `enclosing` are the classes in which the annotation stands. A class within itself becomes a dict.
-    Raises NameError if an annotation names an unknown class.
+    This is necessary because pydantic refuses the TypedDict of the module `typing` before Python 3.12, also
+    within a dataclass. `enclosing` are the classes whose fields lead to the annotation. A class that contains
+    itself becomes a dict there. Raises NameError if an annotation names an unknown class.
     """
     is_typed_dict = typing_extensions.is_typeddict(annotation)
     is_dataclass = dataclasses.is_dataclass(annotation) and not hasattr(annotation, "__pydantic_fields__")
@@ -299,18 +307,18 @@ def _readable_by_pydantic(annotation: Any, enclosing: tuple[Any, ...]) -> Any:
         return annotation
     readable = tuple(_readable_by_pydantic(argument, enclosing) for argument in arguments)
     if origin in {typing.Required, typing.NotRequired}:
-        return readable[0]  # A property that may be missing has the same column.
+        return readable[0]  # The column is the same whether or not the key may be missing.
     if origin in _UNIONS:
         return functools.reduce(operator.or_, readable)
     return origin[readable[0] if len(readable) == 1 else readable]
 
 
 def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
-    """Return the value of each column in the result of a function; a column that it lacks is None.
+    """Return the value of each declared column from the result of a function; None for a missing value.
 
-    Without declared columns, which only a rollout may leave out, all values are returned as JSON values.
-    Raises ValueError, whose text follows the function's name, or TypeError, if a value does not fit its
-    column, or if a key is not a declared column.
+    A function that declares no columns, as only a rollout may, gets all its values back as JSON values.
+    Raises ValueError or TypeError if a value does not fit its column, or if a key is not a declared column.
+    The text of the error continues a message that begins with the name of the function.
     """
     if value is None and annotations.may_be_none:
         value = {}
@@ -341,14 +349,14 @@ def plain(value: Any) -> Any:
 
 def _plain_object(value: Any) -> Any:
     """Convert an object of a type that msgspec does not support; raise TypeError if that is impossible."""
-    for method in ("model_dump", "tolist"):  # of pydantic, and of numpy
+    for method in ("model_dump", "tolist"):  # pydantic's models have the first, NumPy's values the second.
         if hasattr(value, method):
             return plain(getattr(value, method)())
     if isinstance(value, Mapping):
         return plain(dict(value))
     if isinstance(value, Path):
         return str(value)
-    for scalar in (str, int, float):  # subclasses of these types
+    for scalar in (str, int, float):  # msgspec does not convert instances of their subclasses.
         if isinstance(value, scalar):
             return scalar(value)
     raise TypeError(f"{_a(value)} is neither a scalar nor a list or dict of scalars")
@@ -372,10 +380,10 @@ def kind_of_prompt(value: Any) -> tuple[PromptKind, Any]:
 
 
 def _judgement(value: Any) -> bool | str:
-    """Return the judgement of `accept.python` on an answer: True, or else False or a complaint."""
+    """Convert the result of `accept.python`: True for a good answer, False or a complaint for a bad one."""
     judgement = plain(value)
     if isinstance(judgement, str):
-        return judgement or True  # an empty complaint is none
+        return judgement or True  # An empty text is no complaint, so the answer is good.
     if isinstance(judgement, bool):
         return judgement
     raise ValueError(f"returned {_a(value)}: return True, False, or a text that says what is wrong")

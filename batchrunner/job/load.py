@@ -22,7 +22,7 @@ from batchrunner.job.spec import Job
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
 """Section `engine` of a job, or a short form of the section, such as the name of a model."""
 _YAML_MARKS = tuple("\"'|>!&*")
-"""First characters of a quoted text, block, tag, anchor or alias in YAML."""
+"""First characters that show that a text is meant as YAML: of a quoted text, block, tag, anchor or alias."""
 EXAMPLES = {
     "input": "input: {path: docs.parquet}",
     "prompt": 'prompt: {user: "Summarise: {{ text }}"}',
@@ -32,8 +32,8 @@ EXAMPLES = {
 """Example of each section that a job must have, shown if the section is missing."""
 _TAB_HINT = "indent with spaces: YAML does not allow tabs in the indentation"
 _YAML_HINT = (
-    "put quotes around a text that begins with {{, % or *, or that has a colon and a space in it; the keys "
-    "of one level begin in one column"
+    "put quotes around a text that begins with {{, % or *, or that contains a colon and a space; indent all "
+    "keys of a section equally"
 )
 
 
@@ -68,7 +68,7 @@ def load_job(
     for override in overrides:
         with faults.collect():
             _override(tree, override)
-            if "engine" in tree:  # an override may replace the whole section
+            if "engine" in tree:  # `--set engine=…` may have replaced the section by a short form.
                 tree["engine"] = _engine_tree(tree["engine"])
     faults.raise_all()
     if isinstance(source, (str, Path)) and source != "-":
@@ -102,7 +102,7 @@ def _engine_tree(source: Any) -> Any:
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
     is_shared_engine = isinstance(source, (str, Path)) and str(source).endswith(".json")
-    if is_shared_engine:  # a file that `open_engine(…, share=…)` wrote
+    if is_shared_engine:  # `open_engine(…, share=…)` writes such a file.
         if not _job_path(source).exists():
             raise JobError(
                 f"engine: {source}: no such file", hint="the program that shares the engine must be running"
@@ -137,7 +137,7 @@ class _StrictLoader(yaml.SafeLoader):
         keys: list[Any] = []
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                continue  # `<<: *base` is not a key: the base class merges it
+                continue  # `<<` may be repeated. The base class merges the mappings that it names.
             key = self.construct_object(key_node, deep=True)
             if key in keys:
                 raise yaml.constructor.ConstructorError(
@@ -148,11 +148,11 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def parse(text: str, where: str) -> Any:
-    """Return the value of a YAML text; raise JobError, which begins with `where`, if it is invalid."""
+    """Return the value of a YAML text; raise JobError with `where` in front if the text is invalid."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
-        # Besides its own errors, PyYAML raises those of Python for values such as a date with month 13.
+        # PyYAML also raises errors of Python, for values such as a date with month 13. They have no mark.
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or first_line(failure)
@@ -204,28 +204,29 @@ def _override(tree: dict[str, Any], override: str) -> None:
     for section in sections:
         below = tree.setdefault(section, {})
         if not isinstance(below, dict):
-            raise JobError(f"{where}: {section!r} is {below!r:.60} and has no keys below it")
+            raise JobError(f"{where}: {section!r} is not a section with keys (got {below!r:.60})")
         tree = below
     tree[key] = value
 
 
 def _value_of(text: str, where: str) -> Any:
-    """Return the value of an override, read as YAML, or as plain text if it is not meant as YAML.
+    """Return the value of an override, read as YAML, or unchanged if it is not meant as YAML.
 
-    Plain text is a value that is not valid YAML, such as a template or an expression. Plain text is also a
-    value that YAML would change, because YAML joins lines and drops the rest of a line after ` #`.
+    A value is not meant as YAML if it is not valid YAML, such as a template or an expression. The same holds
+    for a text that YAML would change, because YAML joins lines and drops the rest of a line after ` #`.
     """
     try:
         value = parse(text, where)
     except JobError:
-        is_meant_as_yaml = re.match(r"\s*(\[|{(?![{%#]))", text) is not None  # a list or a mapping
+        # The text begins like a list or a mapping, and not like a template (`{{`, `{%` or `{#`).
+        is_meant_as_yaml = re.match(r"\s*(\[|{(?![{%#]))", text) is not None
         if is_meant_as_yaml:
             raise
         return text
     if isinstance(value, str):
         is_changed = value != text.strip()
         return text if is_changed and not text.lstrip().startswith(_YAML_MARKS) else value
-    if value is None:  # for example of a comment, but only these texts mean null
+    if value is None:  # YAML also reads a mere comment as null, but the user means a text such as `# 1`.
         return value if text.strip().lower() in {"", "~", "null"} else text
     return value
 
@@ -259,7 +260,8 @@ class _Location(NamedTuple):
     path: tuple[str, ...]
     """Keys and list indices that lead to the problem in the user's job."""
     branches: dict[tuple[str, ...], str]
-    """For each union on the way, the path of the union and the branch in which pydantic found the problem."""
+    """For each union that `path` passes: the path of the union, and the branch in which pydantic found the
+    problem."""
 
 
 class _Problem(NamedTuple):
@@ -270,7 +272,11 @@ class _Problem(NamedTuple):
 
     @property
     def progress(self) -> tuple[bool, int]:
-        """Rank of the branch by how far pydantic got: an unknown key is furthest, then the longest path."""
+        """How far pydantic got in this branch of a union, to compare branches.
+
+        An unknown key ranks highest, because pydantic reports it for a branch whose other keys fit. Among
+        other problems, the longest path ranks highest.
+        """
         return self.details["type"] == "extra_forbidden", len(self.details["loc"])
 
 
@@ -280,13 +286,13 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tupl
     errors_by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for location, error in _in_intended_branches(problems):
         errors_by_path.setdefault(location.path, []).append(error)
-    misspelled_paths = set()  # paths of the keys that the user probably meant
+    misspelled_paths = set()  # They have the keys that the user probably meant by unknown keys.
     for path, errors in errors_by_path.items():
         if errors[0]["type"] == "extra_forbidden":
             intended_key = _closest(path[-1], _keys(kind, path[:-1]))
             misspelled_paths.add((*path[:-1], intended_key))
     for path, errors in errors_by_path.items():
-        # If a missing key was only misspelled, the fault about the unknown key says enough.
+        # A missing key that was only misspelled needs no fault, because the unknown key has one.
         is_misspelled = errors[0]["type"] == "missing" and path in misspelled_paths
         if not is_misspelled:
             yield from _faults_at(path, errors, kind)
@@ -299,13 +305,14 @@ def _in_intended_branches(problems: list[_Problem]) -> list[_Problem]:
     pydantic got furthest.
     """
     unions = {union for problem in problems for union in problem.location.branches}
-    for union in sorted(unions, key=len):  # outer unions first
+    for union in sorted(unions, key=len):  # Outer unions come first, because their paths are shorter.
         rivals = [problem for problem in problems if union in problem.location.branches]
         if not rivals:
             continue
         best = max(rivals, key=lambda problem: problem.progress).location
         if best.path == union:
-            # The value itself fits no branch. The messages of all branches together say what is allowed.
+            # The value as a whole fits no branch. Keep the messages about the whole value from all branches,
+            # because together they say what is allowed.
             losers = [rival for rival in rivals if rival.location.path != union]
         else:
             losers = [rival for rival in rivals if rival.location.branches[union] != best.branches[union]]
@@ -334,12 +341,13 @@ def _faults_at(
         if isinstance(value, bool) and any(error["type"] == "string_type" for error in problems):
             hint = "YAML reads yes, no, on and off as true and false: put quotes around a text"
         prefix = f"{where}: " if where else ""
-        for line in ", or ".join(messages).split("\n"):  # a rule between fields may report several lines
+        # The message of a validator may have several lines, one for each fault.
+        for line in ", or ".join(messages).split("\n"):
             yield f"{prefix}{line}{got}", hint
 
 
 def _message(problem: ErrorDetails) -> str:
-    """Return pydantic's message in the words of YAML and of this package."""
+    """Return pydantic's message in terms of YAML and of this package, such as `mapping` for `dictionary`."""
     if problem["type"] == "union_tag_not_found":
         return "kind is missing"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -352,12 +360,13 @@ def _message(problem: ErrorDetails) -> str:
 def _location_of(tree: object, problem: ErrorDetails) -> _Location:
     """Return the location of an error in `tree`, the mapping of the user's job.
 
-    Pydantic's own location also names the branches of unions. A step that leads nowhere in the job is one.
+    Pydantic's location consists of keys and list indices, and of the names of the branches of unions. A step
+    that is neither a key nor an index in the user's job is the name of a branch.
     """
     path: tuple[str, ...] = ()
     branches: dict[tuple[str, ...], str] = {}
     is_missing = problem["type"] == "missing"
-    # The last step to a missing key leads nowhere either, but belongs to the path.
+    # The last step to a missing key is not in the job, but is no branch of a union. It is added below.
     for step in problem["loc"][:-1] if is_missing else problem["loc"]:
         if isinstance(tree, Mapping) and step in tree:
             path = (*path, str(step))
@@ -366,7 +375,7 @@ def _location_of(tree: object, problem: ErrorDetails) -> _Location:
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
         elif not (isinstance(tree, Mapping) and step == tree.get("kind")):
-            # A branch that the user chose by `kind` is no guess of pydantic, so it is not recorded.
+            # Not recorded is the branch of an engine that the user chose by `kind`, because it is certain.
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))
@@ -393,12 +402,16 @@ def _closest(word: str, words: Collection[str]) -> str | None:
     """Return the word in `words` that the user probably meant by `word`; None if none is similar."""
     similar = get_close_matches(word, words, n=1)
     if not similar:
-        similar = [name for name in words if word in name.split("_")]  # `seed` is in `sampling_seed`
+        # The word may be a part of a name, as `seed` is a part of `sampling_seed`.
+        similar = [name for name in words if word in name.split("_")]
     return similar[0] if similar else None
 
 
 def _keys(kind: Any, path: Sequence[str]) -> set[str]:
-    """Return the keys at a path below a section of a job; `kind` is its class, or a list or union."""
+    """Return the keys that are allowed at a path in a section of a job.
+
+    `kind` is the type of the section: its class, or a list or union of classes.
+    """
     is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
     if not is_section:
         keys: set[str] = set()
@@ -409,5 +422,6 @@ def _keys(kind: Any, path: Sequence[str]) -> set[str]:
     if not path:
         return set(fields)
     key, *steps = path
-    keys_below = [step for step in steps if not step.isdigit()]  # without the indices of lists
+    # An index of a list is no step, because `_keys` looks into the type of a list anyway.
+    keys_below = [step for step in steps if not step.isdigit()]
     return _keys(fields.get(key), keys_below)

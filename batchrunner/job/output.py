@@ -14,14 +14,14 @@ from batchrunner.job.tasks import Dtype
 
 RESULT_COLUMNS = {
     "row": "Position in the input, from 0.",
-    "output": "The generated text. If the row failed it is null, or the rejected answer.",
+    "output": "The generated text. For a failed row: null, or the last rejected answer.",
     "finish_reason": "Why the output ended: `stop`, `length` (truncated at `max_new_tokens`, or by a full "
     "context), `tool_calls`, another of SGLang's reasons, or `left_out` by `prompt.python`.",
     "prompt_tokens": "Tokens of the prompt, counted by the engine.",
     "cached_tokens": "Prompt tokens that came from the prefix cache.",
     "completion_tokens": "Tokens of the output, reasoning included.",
     "latency_s": "Seconds from sending to the answer, including the engine's queue.",
-    "attempts": "How often the row was sent; 0 if it shares the answer of an equal row.",
+    "attempts": "Number of times that the row was sent; 0 if it shares the answer of an equal row.",
     "error": "Why the row failed; null if it did not.",
 }
 """Meanings of the columns that every result has besides the carried columns.
@@ -34,15 +34,15 @@ REASONING = "reasoning"
 TOOL_CALLS = "tool_calls"
 ANSWER_COLUMNS = {
     REASONING: "The model's reasoning before the answer, else null. Chats always have this column.",
-    TOOL_CALLS: "Tool calls in OpenAI's form, by the server's `--tool-call-parser`, else null. Jobs with "
-    "`prompt.tools` always have this column.",
+    TOOL_CALLS: "Tool calls in OpenAI's form, as the server's `--tool-call-parser` parses them, else null. "
+    "Jobs with `prompt.tools` always have this column.",
     "output_ids": "Token ids of the output.",
     "logprobs": "Each token of the output, with the logarithm of its probability.",
-    "top_logprobs": "The likeliest tokens at each position, `output.top_logprobs` of them.",
-    "prompt_logprobs": "Each token of the prompt; the first has no `logprob`.",
+    "top_logprobs": "The `output.top_logprobs` likeliest tokens at each position.",
+    "prompt_logprobs": "Each token of the prompt, with the logarithm of its probability (not the first).",
     "matched_stop": "Stop text, or id of the end token, that ended the output, else null.",
-    "parsed": "The output as JSON: with the schema's type, else JSON text; null if it is not JSON. Jobs with "
-    "a schema always have this column.",
+    "parsed": "The output as JSON: a value of the schema's type, or a JSON text if there is no schema; null "
+    "if the output is not JSON. Jobs with a schema always have this column.",
 }
 """Meanings of the columns that a job can ask for. In the results they come after RESULT_COLUMNS."""
 PARSED = "parsed"
@@ -55,14 +55,14 @@ RESPONSE = "response"
 REQUEST_DIGEST = "request_digest"
 """Last column of a part file (a Parquet file of results), with a digest of each row's request.
 
-By this column, `output.reuse` of another run finds equal requests. Merged results lack this column.
+With this column, another run finds equal requests for its `output.reuse`. Merged results lack this column.
 """
 TURNS, CONVERSATION, RETURNED = "turns", "conversation", "returned"
 ROLLOUT_COLUMNS = {
     "rollout": "Number of the row among those that the function returned for one input row, from 0.",
-    TURNS: "Number of answers that the function got.",
+    TURNS: "Number of answers that the function got from `generate`.",
     CONVERSATION: "For a row that failed: its last request, as JSON. The last answer is `output`.",
-    RETURNED: "Result of a function without an annotation, as JSON; merging makes columns of it.",
+    RETURNED: "Result of a function without an annotation, as JSON; merging turns it into columns.",
 }
 """Meanings of the additional columns in the results of `prompt.rollout`."""
 MADE_ROWS = "made_rows"
@@ -96,13 +96,13 @@ class OutputSpec(Spec):
     """Additional columns: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
     `prompt_logprobs`, `matched_stop`, `parsed`. Columns that every result has may be named too."""
     reuse: UserPath | None = None
-    """Path of another run. Its accepted answers are reused for rows with an equal request."""
+    """Path of another run. A row whose request is equal to one of that run gets its accepted answer."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Number of tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
-    """Maximum number of input rows in a result file. A smaller file is written after 30 s. In a run older
-    than ten minutes, this time grows to a twentieth of the run's age (at most 30 min). In an object store,
-    this time is always `durable`."""
+    """Maximum number of input rows in a result file. A file with fewer rows is written after 30 s. Once the
+    run is older than ten minutes, this time is a twentieth of the run's age (at most 30 min). In an object
+    store, this time is always `durable`."""
     durable: Duration = 1.0
     """Maximum time until a finished row is safe on disk, or uploaded to an object store. The default for an
     object store is 10 s."""
@@ -115,8 +115,8 @@ class OutputSpec(Spec):
     vectors (Matryoshka). Unset: the model's own number."""
 
     softmax: bool = False
-    """With `labels`: give probabilities among the labels instead of among all tokens. With `task: classify`:
-    give probabilities of the classes instead of scores."""
+    """With `labels`: probabilities among the labels instead of among all tokens. With `task: classify`:
+    probabilities of the classes instead of scores."""
 
     @property
     def uploaded_within_s(self) -> float:
@@ -164,7 +164,7 @@ class StorageSpec(Spec):
     @model_validator(mode="after")
     def _one_way(self) -> StorageSpec:
         if self.anonymous and self.secrets:
-            raise ValueError("`anonymous` sends no credentials, but `secrets` names some: leave one out")
+            raise ValueError("`anonymous` sends no credentials, but `secrets` names some: leave out one")
         return self
 
     def secret_values(self) -> dict[str, str]:
@@ -173,7 +173,8 @@ class StorageSpec(Spec):
         for name, variable in self.secrets.items():
             value = os.environ.get(variable)
             if not value:
-                # The message does not show the variable's name, which a user may have replaced by the secret.
+                # The message does not show `variable`, because a user may have written the secret itself
+                # there.
                 raise JobError(
                     f"storage.secrets.{name}: the environment variable that it names is not set",
                     hint="export the secret as a variable, and give the variable's name",

@@ -18,7 +18,7 @@ MaxPixels: TypeAlias = Annotated[int, Field(ge=28 * 28)]
 
 
 class MediaFiles(Spec):
-    """Folder of the files of rows, and permission to download."""
+    """Folder that contains the files of rows, and whether files may be downloaded."""
 
     folder: UserPath | None = None
     """Folder of the files. Relative paths begin there, and a path that leads out of the folder fails its row.
@@ -36,8 +36,8 @@ class MediaSpec(MediaFiles):
     """Columns with files: bytes of a file, a struct {bytes, path} as Hugging Face datasets have it, a path, a
     URL, a data URL, or a list of these."""
     placeholder: Annotated[str, Field(min_length=1)] | None = None
-    """Text that stands for a file in `prompt.text`, to which no chat template is applied. It is the model's
-    own token, such as `<image>`. In messages, SGLang inserts the token."""
+    """Text that stands for a file in `prompt.text`: the model's own token, such as `<image>`. Messages need
+    no placeholder, because SGLang inserts the token."""
 
     @field_validator("columns", mode="before")
     @classmethod
@@ -60,8 +60,9 @@ class PdfSpec(MediaFiles):
     """Column with the documents: bytes of a file, a struct {bytes, path}, a path, a URL or a data URL."""
     pages: FromColumn | Annotated[int, Field(ge=1)] | str = "all"
     """Pages of a document, counted from 1: `all`, a number, or ranges such as `1-3,7`. Pages of a range that
-    a document does not have are left out. `{column: NAME}` takes the pages of each row from a column. If that
-    column has page numbers, each row is a page."""
+    a document does not have are left out. `{column: NAME}` takes the pages of each row from a column, which
+    may
+    have page numbers for one row per page."""
     dpi: Annotated[float, Field(gt=0, le=1200)] = DEFAULT_DPI
     """Resolution of the image of a page in dots per inch. At 150, a page of 8.5 by 11 inches has 2.1 million
     pixels."""
@@ -72,12 +73,12 @@ class PdfSpec(MediaFiles):
     @classmethod
     def _known(cls, pages: Any) -> Any:
         if isinstance(pages, str) and pages != "all":
-            page_ranges(pages)  # raises ValueError for invalid ranges
+            page_ranges(pages)  # It raises ValueError for invalid ranges.
         return pages
 
     @property
     def columns(self) -> list[str]:
-        """Name of the only column, in a list, as other sections with files have their columns."""
+        """List with the name of the only column, like the field `columns` of the other sections for files."""
         return [self.column]
 
     @property
@@ -136,13 +137,13 @@ class PromptSpec(Spec):
 
     @property
     def media(self) -> dict[str, MediaSpec | PdfSpec]:
-        """Sections with files (images, audio, videos, pdf) that the job has, by name."""
+        """The sections `images`, `audio`, `videos` and `pdf` that the job has, by name."""
         specs = {field: getattr(self, field) for field in KIND_OF_FIELD}
         return {field: spec for field, spec in specs.items() if spec is not None}
 
     @property
     def media_columns(self) -> list[str]:
-        """Columns that stand for files in templates."""
+        """Columns with files: those of `images`, `audio`, `videos` and `pdf`."""
         return [column for spec in self.media.values() for column in spec.columns]
 
     system: str | None = None
@@ -150,12 +151,13 @@ class PromptSpec(Spec):
     user: str | None = None
     """Jinja2 template of the user message."""
     messages: str | Annotated[list[MessageTemplate], Field(min_length=1)] | None = None
-    """A list of messages with `role` and a Jinja2 template as `content`. If the last message is one of the
-    assistant, it is the beginning of the answer. Or the name of a column with conversations: lists of `{role,
-    content}` or of ShareGPT's `{from, value}`, also as JSON."""
+    """Either a list of messages with `role` and a Jinja2 template as `content`, or the name of a column with
+    conversations: lists of `{role, content}` or of ShareGPT's `{from, value}`, also as JSON. If the last
+    message
+    of the list is an assistant message, the answer begins with it."""
     continue_: Annotated[bool | None, Field(alias="continue")] = None
-    """For conversations in a column: take an assistant message at the end as the beginning of the answer.
-    Unset: this message is left out."""
+    """For conversations in a column that end with an assistant message: begin the answer with this message.
+    Unset: leave the message out."""
     text: str | None = None
     """Jinja2 template of the whole prompt, or the name of a column with whole prompts. No chat template is
     applied."""
@@ -175,12 +177,12 @@ class PromptSpec(Spec):
     `columns`. `order: auto` is the order in which rows share the longest prefixes, and `order: written` the
     order of `columns`."""
     truncate: Literal["head", "tail", "middle"] | None = None
-    """Part to remove from a prompt that leaves no room for `max_new_tokens`. In a chat, only the last user
-    message is truncated. Unset: the row fails. Prompts with tools, names, unusual roles, a `structural_tag`
-    or a begun answer are never truncated."""
+    """Which part to remove from a prompt that leaves no room for `max_new_tokens`. In a chat, only the last
+    user message is truncated. Unset: the row fails. Prompts with tools, names, unusual roles, a
+    `structural_tag` or the beginning of an answer are never truncated."""
     choices: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
-    """With `task: score`: texts that may follow `text`. Either a list for all rows, or the name of a column
-    with a list for each row."""
+    """With `task: score`: possible continuations of `text`, either a list for all rows, or the name of a
+    column with a list for each row."""
     documents: str | None = None
     """With `task: rerank`: column with the documents for the query in `text`. Each value is a document or a
     list of documents."""
@@ -189,12 +191,12 @@ class PromptSpec(Spec):
 
     @property
     def continues(self) -> bool:
-        """Whether an assistant message at the end of a prompt is the beginning of the answer."""
+        """Whether the answer begins with an assistant message at the end of the prompt."""
         return isinstance(self.messages, list) or self.python is not None or self.continue_ is True
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts are messages, or may be."""
+        """Whether prompts are chat messages. A Python function may also return other prompts."""
         return any(kind is not None for kind in (self.user, self.messages, self.python, self.rollout))
 
     @field_validator("tools")
@@ -217,7 +219,7 @@ class PromptSpec(Spec):
                 f"give exactly one of {', '.join(kinds)} (got {', '.join(kinds_in_job) or 'none'})"
             )
         (kind,) = kinds_in_job
-        # For each of the other fields, whether it has an effect with prompts of this kind.
+        # Whether each optional field has an effect on prompts of the job's kind.
         has_effect = {
             "fields": kind in {"user", "text"} or isinstance(self.messages, list),
             "system": kind == "user",
@@ -234,7 +236,7 @@ class PromptSpec(Spec):
             if getattr(self, name) is not None and not fits:
                 useless.append(name.rstrip("_"))
         beside = ", ".join(f"`{key}`" for key in self.model_dump(exclude_none=True) if key not in useless)
-        faults = [f"`{name}` has no effect beside {beside}: leave it out" for name in useless]
+        faults = [f"`{name}` has no effect together with {beside}: leave it out" for name in useless]
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
             faults.append("`messages` has only assistant messages: add a message for the assistant to answer")
         refuse(faults)
@@ -242,7 +244,7 @@ class PromptSpec(Spec):
 
 
 def media_part(field: str, value: Any) -> Any:
-    """Return the section of a field with files, such as `images`, which a job may write as column names."""
+    """Return the full section of a field such as `images`, for which a job may give only the column names."""
     if not isinstance(value, (str, list, tuple)):
         return value
     return {"column" if field == PDF_FIELD else "columns": value}
@@ -252,7 +254,7 @@ class BatchRules(NamedTuple):
     """Rules for the lines of a batch file."""
 
     allows_repeated: bool
-    """Whether several lines may have one custom_id."""
+    """Whether several lines may have the same custom_id."""
 
 
 class BatchPrompts(PromptSpec):
@@ -265,11 +267,11 @@ class BatchPrompts(PromptSpec):
     is_batch = True
 
     allows_repeated: bool = False
-    """Whether several lines may have one custom_id."""
+    """Whether several lines may have the same custom_id."""
 
 
 def tool_problem(tools: Any) -> str | None:
-    """Return the problem of a value that should be a list of tools in OpenAI's form; None if it is valid."""
+    """Return the reason why a value is not a list of tools in OpenAI's form; None if it is one."""
     if not isinstance(tools, list):
         return "not a list of tools"
     names = set()

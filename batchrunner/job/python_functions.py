@@ -25,7 +25,7 @@ _PREPARE = "batchrunner.input.media.prepare:prepare"
 It runs in a worker process, as the functions of a job do.
 """
 _PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
-"""Packages of an extra that a field of the prompt needs. Audio and videos need none."""
+"""Optional packages that a field of `prompt` needs, by field. Audio and videos need none."""
 
 
 def open_functions(job: Job) -> HookPool | None:
@@ -51,6 +51,7 @@ def open_functions(job: Job) -> HookPool | None:
     hooks = [_hook(field, function) for field, function in user_functions.items()]
     if job.prompt.media:
         _check_packages(job)
+        # The name completes messages such as `prompt: reading its files: took more than 30 s`.
         hooks.append(HookFunction(MEDIA, "reading its files", _PREPARE))
     limits = job.limits
     directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
@@ -96,7 +97,7 @@ def _hook(where: str, function: PythonFunction) -> HookFunction:
     import cloudpickle  # noqa: PLC0415 - only for a function that a program passes
 
     try:
-        # Only this process may know the names in the annotations of the function, and its source.
+        # The source of the function, and the names in its annotations, may be unknown in another process.
         annotations, digest = annotations_for(function, where), code_digest(function)
         return HookFunction(where, name, cloudpickle.dumps((function, annotations, digest)))
     except HookLoadError as failure:
@@ -109,7 +110,7 @@ def _hook(where: str, function: PythonFunction) -> HookFunction:
 def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError if a function returns a column whose name the results use already."""
     used_names = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
-    if facts.where == ROLLOUT:
+    if facts.where == ROLLOUT:  # Its function may replace the column `turns`.
         used_names |= {*ROLLOUT_COLUMNS} - {TURNS}
     for name, _ in facts.columns:
         if name in used_names:

@@ -21,11 +21,11 @@ class FromColumn(Spec):
 
 Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
-"""Value for all rows, or the column with the value of each row."""
+"""Either a value for all rows, or the name of a column with the value of each row."""
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Sampling parameters that constrain an output to a grammar. A job may set only one of them."""
 THINKING = "max_thinking_tokens"
-"""Sampling parameter that limits the tokens of thinking."""
+"""Name of the sampling parameter that limits the number of thinking tokens."""
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
 """Values of `tool_choice` in OpenAI's chat format."""
@@ -34,7 +34,7 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
 def check_regex(pattern: Any) -> Any:
     r"""Return a regular expression unchanged; raise ValueError if it is invalid.
 
-    `\p{…}` and `(?<name>…)` count as valid, because the engine's dialect supports them, unlike Python's.
+    `\p{…}` and `(?<name>…)` count as valid. Python does not support them, but the engine does.
     """
     try:
         if isinstance(pattern, str):
@@ -119,14 +119,15 @@ class SamplingSpec(Spec):
     def _fit_together(self) -> SamplingSpec:
         """Raise ValueError for parameters that contradict each other."""
         least, most = self.min_new_tokens, self.max_new_tokens
-        if isinstance(least, int) and isinstance(most, int) and least > most:  # neither is from a column
+        # A value that comes from a column is not known yet.
+        if isinstance(least, int) and isinstance(most, int) and least > most:
             raise ValueError(f"min_new_tokens ({least}) exceeds max_new_tokens ({most})")
         grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(grammars) > 1:
             raise ValueError(f"give only one of {', '.join(grammars)}: an output follows one grammar")
         if grammars and self.tool_choice not in {None, "auto", "none"}:
             raise ValueError(
-                f"{grammars[0]} does not go with a tool_choice that demands a tool call: leave one out"
+                f"{grammars[0]} cannot be combined with a tool_choice that demands a tool call: leave one out"
             )
         return self
 

@@ -46,13 +46,18 @@ OF_GENERATING = (
     "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
     "prompt.tools", "prompt.rollout", *(f"prompt.{field}" for field in KIND_OF_FIELD),
 )  # fmt: skip
-"""Fields and sections that only the task `generate` has, except `sampling.lora_path`, which all have."""
+"""Fields and sections that only the task `generate` has. The exception is `sampling.lora_path`, which all
+tasks have."""
 WHOLE_PROMPTS = ("prompt.input_ids", "prompt.python", "prompt.truncate")
-"""Fields that exclude choices and documents, because these are tokenized together with a text."""
+"""Fields that cannot be combined with choices or documents, because each choice or document is tokenized
+together with the text of the prompt."""
 
 
 def given_fields(job: BaseModel) -> list[str]:
-    """Return the names of the fields that a job sets to another value than the default, as `sampling.n`."""
+    """Return the names, such as `sampling.n`, of fields that a job sets to a value other than the default.
+
+    A section contributes the names of its fields.
+    """
     names = []
     for name, field in type(job).model_fields.items():
         value = getattr(job, name)
@@ -64,9 +69,9 @@ def given_fields(job: BaseModel) -> list[str]:
 
 
 def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
-    """Yield a fault for each of `fields` that the task does not have, and for a required field if missing.
+    """Yield a fault for each field of a job that its task does not allow, and for a missing required field.
 
-    `fields` are the names of the fields that a job sets.
+    `fields` are the names of the fields that the job sets.
     """
     refused_fields = [] if task == GENERATE else [*OF_GENERATING]
     if CHOICES in fields:
@@ -76,11 +81,12 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
     for field in fields:
         owners = [name for name, task_class in TASKS.items() if field in task_class.takes]
         if owners and task not in owners:
-            yield f"{field}: goes with task: {' or '.join(owners)}"
+            yield f"{field}: needs task: {' or '.join(owners)}"
+        # The dots let the name of a section match its fields, but not a longer name with the same beginning.
         is_refused = any(f"{field}.".startswith(f"{refused}.") for refused in refused_fields)
         if is_refused and not field.startswith("sampling.lora_path"):
-            beside = f" with {CHOICES}" if CHOICES in fields else ""
-            yield f"{field}: does not go with task: {task}{beside}"
+            with_choices = f" with {CHOICES}" if CHOICES in fields else ""
+            yield f"{field}: cannot be used for task: {task}{with_choices}"
     if task == RerankTask.name and DOCUMENTS not in fields:
         yield f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
     has_labels, has_choices = "labels" in fields, CHOICES in fields
@@ -95,7 +101,7 @@ OnRepetition: TypeAlias = Literal["keep", "stop", "fail"]
 
 
 class AcceptSpec(Spec):
-    """Conditions on answers. A row with a bad answer is sent again, and fails after the last try."""
+    """Conditions on answers. A row with a bad answer is sent again. It fails after the last try."""
 
     json_: Annotated[bool | dict[str, Any] | None, Field(alias="json")] = None
     """`true`: an answer must be JSON. A JSON Schema: an answer must satisfy the schema. `false`: an answer
@@ -112,7 +118,7 @@ class AcceptSpec(Spec):
     """Maximum number of answers of a row, including the first. Default: 3, or 1 without a section `accept`.
     The second answer has a temperature of at least 0.4, and later answers have at least 0.8."""
     feedback: bool = False
-    """In the next try, show a chat its bad answer and the complaint about it."""
+    """In the next try of a chat, show the model its bad answer and the complaint about it."""
 
     @property
     def has_condition(self) -> bool:
@@ -150,9 +156,10 @@ class InputSpec(Spec):
     """Where the rows come from."""
 
     path: UserPath | Annotated[list[UserPath], Field(min_length=1)]
-    """File, directory, glob, or a list of these. Files are Parquet, or by the ending of their names CSV, JSON
-    Lines or Arrow, also compressed. They are local, or URIs (`s3://`, `gs://`, `az://`, `hf://`, `hdfs://`)
-    with `*` and `**/`. The `output.path` of a finished run stands for its results."""
+    """File, directory, glob, or a list of these. The ending of a file's name tells its format: CSV, JSON
+    Lines, Arrow (all also compressed), or Parquet for any other ending. Paths are local, or URIs (`s3://`,
+    `gs://`, `az://`, `hf://`, `hdfs://`), and may contain `*` and `**/`. The `output.path` of a finished run
+    stands for its results."""
     columns: list[str] = []
     """Columns to copy into the results."""
     types: dict[str, ColumnType] = {}
@@ -186,7 +193,7 @@ class LimitsSpec(Spec):
     """Stop (exit code 1) when at least 100 rows were sent and more than this share of them failed. Rows that
     cannot be sent do not count."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
-    """Maximum number of attempts to send a row that may itself be the cause of its failures."""
+    """Maximum number of attempts at a row whose failures may be caused by the row itself."""
     python: Duration = 30.0
     """Maximum time of a call of a Python function, or of reading the files of a row. For `prompt.rollout`, it
     is the maximum time between two awaits."""
@@ -284,7 +291,7 @@ class Job(Spec):
         task_class = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
         option_names = {field.name for field in dataclasses.fields(task_class)}
         options: dict[str, Any] = {}
-        for field_name in task_class.takes:  # such as output.softmax
+        for field_name in task_class.takes:
             value = attrgetter(field_name)(self)
             option = field_name.rpartition(".")[2]
             if option in option_names and value is not None:
@@ -303,7 +310,7 @@ class Job(Spec):
     @model_validator(mode="after")
     def _fields_go_together(self) -> Job:
         faults = [*task_faults(self.task, given_fields(self))]
-        if not faults:  # without a valid task, the columns of the results are unknown
+        if not faults:  # Only a valid task tells which columns the results have.
             faults += self._name_faults()
         refuse([*faults, *self._rule_faults()])
         return self
@@ -326,13 +333,13 @@ class Job(Spec):
         if self.has_check and not self._has_criterion:
             yield "accept: has no condition on answers: give json, regex, expression or python"
         if needs_chat and not prompt.is_chat:
-            yield "accept.feedback, sampling.tool_choice and the column tool_calls go with chats only"
+            yield "accept.feedback, sampling.tool_choice and the column tool_calls need a chat prompt"
         if has_samples and accept.feedback:
-            yield "accept.feedback does not go with sampling.n above 1: leave one out"
+            yield "accept.feedback cannot be combined with sampling.n above 1: leave one out"
         if is_rollout and (has_samples or self.parse is not None or self.output.reuse):
-            yield "prompt.rollout does not go with sampling.n, parse and output.reuse: leave them out"
+            yield "prompt.rollout cannot be combined with sampling.n, parse or output.reuse: leave them out"
         if is_background and (has_samples or self.window != "auto"):
-            yield "engine.background does not go with sampling.n and window: leave them out"
+            yield "engine.background cannot be combined with sampling.n or window: leave them out"
         if asks_prompt_logprobs and (asks_tool_calls or has_tools):
             yield (
                 "output.columns: SGLang returns tool_calls only for chats, "
@@ -341,12 +348,12 @@ class Job(Spec):
 
     @property
     def has_check(self) -> bool:
-        """Whether the job has a section `accept`."""
+        """Whether the job sets a field of the section `accept`."""
         return self.accept != AcceptSpec()
 
     @property
     def _has_criterion(self) -> bool:
-        """Whether an answer can be rejected for any reason; `accept.json: false` is allowed without one."""
+        """Whether anything can reject an answer, or `accept.json: false` says that nothing shall."""
         fails_truncated = self.on_length in {"fail", "longer"}
         fails_repetition = self.on_repetition == "fail"
         return (
@@ -355,7 +362,7 @@ class Job(Spec):
             or self.sampling.json_schema is not None
             or fails_truncated
             or fails_repetition
-            or self.prompt.rollout is not None  # the requests of a rollout may have JSON Schemas
+            or self.prompt.rollout is not None  # Each request of a rollout may have a JSON Schema.
         )
 
     def _name_faults(self) -> Iterator[str]:
@@ -371,6 +378,6 @@ class Job(Spec):
         for name in (*result_columns(self.forward), *self.output.asked, *other_columns):
             if name in carried:
                 yield (
-                    f"input.columns: the results already have a column {name!r}: carry yours under another "
-                    f"name: input.rename: {{{carried[name]}: input_{name}}}"
+                    f"input.columns: the results already have a column {name!r}: rename yours, for example "
+                    f"input.rename: {{{carried[name]}: input_{name}}}"
                 )

@@ -3,8 +3,8 @@
 Scores come from SGLang's native endpoints `/generate` and `/encode`. Their reply has a result for each
 prompt, in the order of the prompts, with a `meta_info` of its own. The scheduler handles each prompt as a
 request, so prompts share prefixes through its cache. `/v1/score` of SGLang 0.5.23 does the same internally
-(no new token, `token_ids_logprob`), but its reply lacks the computed and cached tokens of each prompt and the
-version of the weights.
+(no new token, `token_ids_logprob`). It is not used, because its reply lacks the computed and cached tokens of
+each prompt and the version of the weights.
 
 Vectors come from `/v1/embeddings`, which takes the same prompts as `/encode`: a text, token ids, or a list of
 either. `/v1/embeddings` writes a vector as Base64 of its 32-bit numbers, which takes 5.3 bytes a number.
@@ -56,7 +56,7 @@ from batchrunner.core.types import (
 SCORES, SCORE, LABEL = "scores", "score", "label"
 PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
 A_SCORE = "a score of the answer"
-"""Subject of the error messages about scores."""
+"""Subject of error messages about scores, such as `a score of the answer is not a number`."""
 WITHOUT_TOKENS = {"max_new_tokens": 0}
 """Sampling parameters with which `/generate` computes a prompt and generates no token."""
 
@@ -92,10 +92,10 @@ Score: TypeAlias = float | None
 
 
 def _scores(numbers: Sequence[float | None], subject: str) -> list[Score]:
-    """Return the scores of a row; raise AttemptFailedError, about `subject`, if all of them are NaN."""
+    """Return the scores of a row. If all are NaN, raise AttemptFailedError with a message about `subject`."""
     if all(number is None for number in numbers):
         raise AttemptFailedError(f"{subject} is not a number")
-    # decode_reply replaces minus infinity, which JSON cannot write, by LOWEST.
+    # In a decoded reply, LOWEST stands for minus infinity, which JSON cannot express.
     return [-math.inf if number == LOWEST else number for number in numbers]
 
 
@@ -118,7 +118,7 @@ def _total(counts: Sequence[int | None]) -> int | None:
 
 
 def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body with the LoRA adapters of its prompts; `requests` has the request of each prompt."""
+    """Add the LoRA adapters of the prompts, if any, to a body; `requests` has the request of each prompt."""
     adapters = [request.lora_path for request in requests]
     return {**body, "lora_path": adapters} if any(adapters) else body
 
@@ -145,7 +145,7 @@ class NativeTask(ForwardTask):
         return tuple((name, _KINDS.get(name, ("list", "float64"))) for name in self.meanings)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return the body of the only request, in a list. The body has a list of the prompts of all rows."""
+        """Return a list with a single body, which has the prompts of all rows."""
         name = "input_ids" if requests[0].kind == "input_ids" else "text"
         return [_with_adapters(requests, {name: [request.prompt for request in requests]})]
 
@@ -175,7 +175,7 @@ class NativeTask(ForwardTask):
     def _by_row(
         self, results: Sequence[NativeResult], prompts_by_row: Sequence[int]
     ) -> list[list[NativeResult]]:
-        """Divide the results of all prompts by row; `prompts_by_row` has each row's number of prompts."""
+        """Group the results of all prompts by row; `prompts_by_row` has the number of prompts of each row."""
         remaining = iter(results)
         return [list(islice(remaining, prompts)) for prompts in prompts_by_row]
 
@@ -200,7 +200,10 @@ class NativeTask(ForwardTask):
         )
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
-        """Return the result columns of a row from the results of its prompts; raise RequestError."""
+        """Return the result columns of a row from the results of its prompts.
+
+        Raises RequestError if a result is unusable.
+        """
         numbers = []
         for result in results:
             embedding = result.embedding
@@ -208,7 +211,10 @@ class NativeTask(ForwardTask):
         return self._values(numbers)
 
     def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
-        """Return the result columns of a row from the numbers of each of its prompts; raise RequestError."""
+        """Return the result columns of a row. `numbers_by_prompt` has the model's numbers for each prompt.
+
+        Raises RequestError if the numbers are unusable.
+        """
         numbers = [self._only_number(numbers_of_prompt) for numbers_of_prompt in numbers_by_prompt]
         return {SCORES: _scores(numbers, A_SCORE)}
 
@@ -241,7 +247,7 @@ class ScoreTask(NativeTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return the body of the only request, in a list, with all prompts and the labels' token ids."""
+        """Return a list with a single body, which has the prompts of all rows and the labels' token ids."""
         (prompts,) = NativeTask.bodies(self, requests)
         logprob_request = {
             "sampling_params": WITHOUT_TOKENS,
@@ -253,7 +259,7 @@ class ScoreTask(NativeTask):
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
         """Return the probabilities of the labels; raise AttemptFailedError if one is missing."""
-        # Without a new token, the only position is the one right after the prompt.
+        # No token is generated, so the only position is the one right after the prompt.
         scores_by_position = results[0].meta_info.output_token_ids_logprobs
         next_token_scores = scores_by_position[0] if scores_by_position else None
         logprob_of = {token_id: logprob for logprob, token_id, _ in next_token_scores or ()}
@@ -277,10 +283,10 @@ class ChoiceTask(ScoreTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a request body with the first choice of each row, and one with the other choices, if any.
+        """Return a body with the first choice of each row, and a second body with the other choices, if any.
 
-        The second body is sent after the reply to the first body. So its choices find the prompt in the
-        prefix cache; in a single body, each choice would compute the prompt again.
+        The second body is sent after the reply to the first body, so its choices find the prompt in the
+        prefix cache. In a single body, the prompt would be computed again for each choice.
         """
         first_choices = [(request, request.item_ids[0]) for request in requests]
         other_choices = [(request, ids) for request in requests for ids in request.item_ids[1:]]
@@ -292,7 +298,10 @@ class ChoiceTask(ScoreTask):
     def _by_row(
         self, results: Sequence[NativeResult], prompts_by_row: Sequence[int]
     ) -> list[list[NativeResult]]:
-        """Divide the results by row; the results of all first choices come before all other results."""
+        """Group the results by row.
+
+        The first results are those of the first choice of each row. The other choices, row by row, follow.
+        """
         rows = len(prompts_by_row)
         other_choices = iter(results[rows:])
         by_row = []
@@ -320,7 +329,7 @@ def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None
 
     Raises AttemptFailedError if the result lacks the log probability of a token.
     """
-    # The tokens of the choice are the last input tokens, because the choice was sent behind the prompt.
+    # The choice was sent after the prompt, so its tokens are the last tokens of the input.
     input_scores = result.meta_info.input_token_logprobs or []
     choice_scores = input_scores[-len(choice_ids) :]
     if [token_id for _, token_id, _ in choice_scores] != choice_ids:
@@ -332,17 +341,17 @@ def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None
 
 
 def _divided(scores: Sequence[Score], counts: Sequence[int]) -> list[Score]:
-    """Return each score of a choice, divided by the choice's number of tokens or bytes."""
+    """Divide the score of each choice by the choice's number of tokens or bytes."""
     return [None if score is None else score / count for score, count in zip(scores, counts, strict=True)]
 
 
 def _body_of(choices: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
-    """Return a request body for choices, each given as its row's request and the choice's token ids."""
+    """Return a body with a prompt for each choice, which is a pair of its row's request and its token ids."""
     body = {
         "input_ids": [[*request.prompt, *ids] for request, ids in choices],
         "sampling_params": WITHOUT_TOKENS,
         "return_logprob": True,
-        # The model computes the log probability of a token at the token before it.
+        # The log probability of a token is computed at the position before it, the last token of the prompt.
         "logprob_start_len": [len(request.prompt) - 1 for request, _ in choices],
     }
     return _with_adapters([request for request, _ in choices], body)
@@ -360,7 +369,7 @@ class RerankTask(NativeTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return the body of the only request, in a list, with a pair of query and document per document."""
+        """Return a list with a single body, which has a pair of query and document for each document."""
         pairs = [(request, document) for request in requests for document in request.items]
         texts = [[request.prompt, document] for request, document in pairs]
         body = {"text": texts, "is_cross_encoder_request": True}
@@ -388,8 +397,8 @@ class ClassifyTask(NativeTask):
     softmax: bool = False
     """Whether the column `scores` holds probabilities in place of the model's scores."""
     names: tuple[str, ...] = ()
-    """Names of the classes, by `id2label` in the model's config.json. A class without a name is called as in
-    transformers, for example LABEL_0."""
+    """Names of the classes from `id2label` in the model's config.json. A class without a name is called
+    LABEL_0 (with its number), as in transformers."""
 
     name = "classify"
     takes = ("output.softmax",)
@@ -418,9 +427,9 @@ _DECODER = re.compile("ForCausalLM|Classification|Reward")
 def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
     """Return SGLang's server arguments for an embedding or scoring model; `config` is its config.json.
 
-    In an encoder, tokens attend to later tokens, so its results are wrong if a prompt is computed in chunks
-    or partly taken from the prefix cache. A model whose class name does not show a decoder counts as an
-    encoder: a mistake then only makes the model slower.
+    In an encoder, tokens attend to later tokens. So its results are wrong if a prompt is computed in chunks,
+    or if a part of it comes from the prefix cache. A model whose class name does not show that it is a
+    decoder counts as an encoder, because a wrong guess then only makes the model slower.
     """
     args: dict[str, Any] = {"is-embedding": True}
     architectures = " ".join(map(str, config.get("architectures") or ()))
@@ -428,23 +437,23 @@ def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
     if is_encoder:
         args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
     if cpu:
-        # With SGLang's default memory fraction no memory remains for the KV cache. The context length is the
-        # model's own, because these models have short contexts.
+        # SGLang's default memory fraction would leave no memory for the KV cache. None stands for the model's
+        # own context length, which is short.
         args |= {"mem-fraction-static": 0.3, "context-length": None, "max-running-requests": CPU_ROWS}
     return args
 
 
 EMBEDDING = "embedding"
 MODEL = "default"
-"""Name that SGLang accepts for any model."""
+"""Model name in a request that SGLang accepts whatever model it serves."""
 Dtype: TypeAlias = Literal["float32", "float16"]
 """Type of a vector's numbers in the results."""
 NUMBER_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2}
 """Size in bytes of a number of each type."""
 NORM_TOLERANCE = 1e-6
-"""A vector whose norm differs from 1 by at most this value counts as normalized.
+"""Maximum difference from 1 of the norm of a vector that counts as normalized.
 
-More precision would be useless, because the vectors are 32-bit numbers.
+A smaller tolerance would be useless, because the numbers of vectors have only 32 bits.
 """
 
 
@@ -454,7 +463,7 @@ class EmbeddingItem(msgspec.Struct):
     embedding: msgspec.Raw
     """Undecoded JSON of the vector. It is decoded later, so that a bad vector fails only its own row."""
     index: TokenCount | None = None
-    """Position of the vector's prompt in the request; the server may leave out 0."""
+    """Position of the vector's prompt in the request. A missing index means 0."""
 
 
 class EmbeddingUsage(msgspec.Struct):
@@ -497,9 +506,9 @@ class EmbedTask(ForwardTask):
         return ((EMBEDDING, ("list", self.dtype)),)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return the body of the only request, in a list.
+        """Return a list with a single body, which has the prompts of all rows.
 
-        The body has the prompt of a single row as a text or token ids, and those of several rows as a list.
+        The prompt of a single row is sent by itself, the prompts of several rows in a list.
         """
         prompts = [request.prompt for request in requests]
         adapters = [request.lora_path for request in requests]
@@ -522,8 +531,8 @@ class EmbedTask(ForwardTask):
         items = sorted(parsed.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
             raise AttemptFailedError(
-                f"the server returned {len(items)} vectors for {len(requests)} rows, "
-                "or did not number them from 0"
+                f"the server did not return exactly one vector for each of {len(requests)} rows "
+                f"(got {len(items)} vectors)"
             )
         tokens = _tokens_of(requests, parsed.usage.prompt_tokens)
         return [self._answer(item, count) for item, count in zip(items, tokens, strict=True)]
@@ -552,7 +561,7 @@ class EmbedTask(ForwardTask):
             raise RowRefusedError("the vector is empty")
         if not any(vector):
             raise RowRefusedError("all numbers of the vector are zero")
-        # The sum is finite only if all numbers are: a sum of 32-bit numbers cannot overflow in 64 bits.
+        # Checking the sum is enough, because a sum of finite 32-bit numbers cannot overflow in 64 bits.
         if not math.isfinite(sum(vector)):
             raise RowRefusedError("the vector has numbers that are NaN or infinite")
         if self.dimensions is not None and len(vector) != self.dimensions:
@@ -574,24 +583,25 @@ class EmbedTask(ForwardTask):
 
 
 class VectorLength:
-    """Number of dimensions of a model's vectors, learned from its answers.
+    """Learns how many numbers the vectors of a model have, and refuses vectors of another length.
 
-    The first vector sets the number, until two rows have vectors with an equal number of dimensions.
+    The expected length is the most frequent one so far. It becomes final once two rows have vectors of this
+    length.
     """
 
     def __init__(self) -> None:
-        """Begin with an unknown length."""
+        """Create an instance that has seen no vector yet."""
         self._length: int | None = None
         self._rows_by_length: defaultdict[int, set[int]] = defaultdict(set)
-        """Rows by the lengths of their vectors, counted until two rows have vectors of equal length."""
+        """The rows whose vectors have each length. Rows are added until the expected length is final."""
 
     def refuse_other_lengths(
         self, requests: Sequence[Request], results: Sequence[Completion | RequestError]
     ) -> list[Completion | RequestError]:
         """Return the results, with an AttemptFailedError in place of each vector of unexpected length.
 
-        The expected length is the one learned so far. With `output.dimensions` nothing is learned, because
-        `EmbedTask.stored` has checked the length.
+        Vectors of this call count for the expected length, too. With `output.dimensions` nothing is learned,
+        because `EmbedTask.stored` has checked the length.
         """
         task = requests[0].task
         if not isinstance(task, EmbedTask) or task.dimensions is not None:
@@ -613,7 +623,7 @@ class VectorLength:
         return checked
 
     def _learn(self, requests: Sequence[Request], lengths: Sequence[int | None]) -> None:
-        """Set the expected length to the most frequent one, unless two rows have agreed on a length."""
+        """Set the expected length to the most frequent length so far, unless the expected length is final."""
         for request, length in zip(requests, lengths, strict=True):
             if length is not None and not self._is_confirmed:
                 self._rows_by_length[length].add(request.ref.row)
@@ -622,7 +632,7 @@ class VectorLength:
 
     @property
     def _is_confirmed(self) -> bool:
-        """Whether two rows have vectors of the expected length."""
+        """Whether two rows have vectors of the expected length, which makes it final."""
         return self._length is not None and len(self._rows_by_length[self._length]) > 1
 
 
@@ -639,8 +649,8 @@ def numbers_of(vector: bytes, dtype: str) -> list[float]:
 def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_text: bool) -> bytes:
     """Return the JSON of a reply of `/v1/embeddings`.
 
-    Each of `vectors` is the bytes of 32-bit numbers. The reply has them in Base64 if `as_text`, else as lists
-    of numbers.
+    Each of `vectors` is the bytes of 32-bit numbers. With `as_text`, the reply has the vectors in Base64,
+    otherwise as lists of numbers.
     """
     data = [
         {
@@ -655,7 +665,7 @@ def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_tex
 
 
 def check_embeddings(reply: bytes, rows: int | None) -> int | None:
-    """Check a reply of `/v1/embeddings`, and return its number of prompt tokens, if the server reported it.
+    """Check a reply of `/v1/embeddings`; return its number of prompt tokens, or None if it lacks the number.
 
     `rows` is the number of prompts; None if it is unknown. Raises RequestError if a vector is missing or
     unusable, or if the reply is not one of `/v1/embeddings`.
@@ -675,7 +685,7 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
 def _numbers(item: EmbeddingItem) -> array[float]:
     """Return a vector as 32-bit numbers; raise AttemptFailedError if it cannot be decoded.
 
-    A number beyond the range of 32-bit floats becomes an infinite one, which `EmbedTask.stored` refuses.
+    If a number is beyond the range of 32-bit floats, return infinity alone, which `EmbedTask.stored` refuses.
     """
     try:
         vector = decode_reply(_read_vector, bytes(item.embedding))
@@ -693,8 +703,8 @@ def _numbers(item: EmbeddingItem) -> array[float]:
 def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:
     """Return the number of tokens of each prompt; None for a prompt whose number is unknown.
 
-    The server reports only the `total` of all prompts. If the total differs from the sum of the lengths of
-    the prompts, the server has truncated some prompts.
+    The server reports only the `total` of all prompts. The lengths of prompts that are token ids are known,
+    unless their sum differs from the total: the server has then truncated some of the prompts.
     """
     if len(requests) == 1:
         return [total]
@@ -722,8 +732,8 @@ TASK_OF_ENDPOINT: dict[str, TaskName] = {
     CLASSIFY_PATH: "classify",
     RERANK_PATH: "rerank",
 }
-"""Endpoints that the lines of a batch file may name, with the task of the model that answers there. A
-generating model makes the scores of `/v1/score`."""
+"""Task that a model must be able to do for each endpoint that a line of a batch file may name. `/v1/score`
+needs a generative model."""
 
 _CLASSES = 3
 """Number of classes of a classification model in the simulated engine."""

@@ -24,7 +24,8 @@ def start(
     command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes
 ) -> subprocess.Popen[bytes]:
     """Start the command as the rank with this number, and write `first_line` to its standard input."""
-    # The command learns its rank from SLURM_PROCID, because on Slurm `srun` sets this variable.
+    # The command learns its rank from SLURM_PROCID, because on Slurm `srun` sets this variable. Without a
+    # buffer, it gets `first_line` at once, although its standard input stays open.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**environ, "SLURM_PROCID": str(rank)}, bufsize=0
     )
@@ -46,7 +47,10 @@ class Rank:
 
 
 def main() -> int:
-    """Run all ranks until one ends or standard input closes; return the exit status of the first to end."""
+    """Run the server's command on all machines (ranks) until one of them ends or standard input closes.
+
+    Return the exit status of the rank that ends first.
+    """
     group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(sys.argv[1])))
     command, first_line = sys.argv[2:], sys.stdin.buffer.readline()
     ray.init(logging_level=logging.ERROR, log_to_driver=False)
@@ -54,7 +58,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     other_ranks = []
-    for rank, resources in enumerate(group.bundle_specs[1:], 1):
+    for rank, resources in enumerate(group.bundle_specs[1:], 1):  # Bundle 0 is this machine.
         actor = ray.remote(Rank).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -72,7 +76,8 @@ def main() -> int:
                 break
         return first_rank.returncode or 0
     finally:
-        first_rank.communicate()  # Closes the standard input of the first rank, which then ends.
+        # `communicate` closes the standard input of the first rank, which makes the rank end.
+        first_rank.communicate()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         return 0
     largest_node = int(max(on_nodes, default=0))
     if engine.device == "cpu" or (engine.device == "auto" and not largest_node):
-        return 0
+        return 0  # The engine runs on the CPU.
     if engine.replicas == "auto":
         raise JobError(
             "engine.replicas: auto does not work on Ray: an actor gets its GPUs before replicas are counted",
@@ -96,7 +96,8 @@ class StageCall:
         """
         job = self.job(columns, Path("rows"))
         if job.prompt.python is None and job.prompt.rollout is None:
-            ProgramRows(job, columns, RowBuffer())  # Raises an error for a template that does not suit.
+            # The constructor raises an error for a template that does not suit the columns.
+            ProgramRows(job, columns, RowBuffer())
         self.check_names(columns, plan_answers(job))
 
     def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
@@ -133,7 +134,7 @@ class BlockOutlet:
     """Receives the outcomes of a stream, and collects them by block. `open_block` is thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks: deque[PendingBlock] = deque()  # In the order of their rows.
+        self._blocks: deque[PendingBlock] = deque()  # pending blocks, in the order of their rows
         self._lock = threading.Lock()
         self._rows = 0
         """Number of rows in all blocks so far."""
@@ -143,7 +144,8 @@ class BlockOutlet:
         """Add a block with this number of rows to the stream, and return the block."""
         with self._lock:
             block = PendingBlock(range(self._rows, self._rows + rows))
-            # A caller that is cancelled must not cancel the future, which `put` or `end` completes.
+            # Mark the future as running, so that a cancelled caller cannot cancel it. `put` or `end`
+            # completes it.
             block.done.set_running_or_notify_cancel()
             self._rows += rows
             if self._is_closed:
@@ -155,6 +157,7 @@ class BlockOutlet:
     async def put(self, outcome: Outcome) -> None:
         """Add the outcome of a row to its block."""
         with self._lock:
+            # Blocks are in the order of their rows, so the first block that ends after the row has the row.
             block = next(block for block in self._blocks if outcome.ref.row < block.rows.stop)
             block.outcomes.append(outcome)
             if len(block.outcomes) == len(block.rows):
@@ -173,7 +176,7 @@ class BlockOutlet:
 
 
 class BlockStream:
-    """An endless stream of rows to an engine, which takes tables and returns each with its answers.
+    """An endless stream that sends the rows of tables to an engine, and returns each table with its answers.
 
     All methods except `close` are called in one event loop, which is not that of the engine.
     """
@@ -181,8 +184,10 @@ class BlockStream:
     def __init__(self, call: StageCall, engine: OpenEngine, columns: pa.Schema) -> None:
         """Start a stream for rows with these columns; raises JobError or InputError. Blocks."""
         self._call = call
-        self._order = asyncio.Lock()  # Only one call feeds its rows at a time, in the order of the calls.
-        self._feeding = threading.Lock()  # The thread of a cancelled call still feeds the rows of its block.
+        # Only one call feeds its rows at a time, in the order of the calls. The second lock is needed because
+        # the thread of a cancelled call goes on to feed the rows of its block.
+        self._order = asyncio.Lock()
+        self._feeding = threading.Lock()
         self._buffer = RowBuffer()
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
@@ -197,7 +202,8 @@ class BlockStream:
             self._outlet = BlockOutlet()
             work = functools.partial(send_stream, rows, self._outlet, (), scratch)
             self._running = engine.start(work)
-            self._stack = stack.pop_all()  # From here on, `close` ends the functions and the directory.
+            # From here on, `close` ends the functions' processes and deletes the directory.
+            self._stack = stack.pop_all()
 
     async def answer(self, block: pa.Table) -> pa.Table:
         """Send the rows of a block, and return the rows with their answers in the same order.
@@ -211,7 +217,8 @@ class BlockStream:
             pending = await asyncio.to_thread(self._feed, block)
         outcomes = await asyncio.wrap_future(pending.done)
         if outcomes is None:
-            await self._running.wait_async()  # Raises the error that has ended the stream.
+            # This call raises the error that has ended the stream.
+            await self._running.wait_async()
             raise BatchrunError("the stream ended before all its rows were finished")
         return await asyncio.to_thread(self._with_answers, block, outcomes)
 
@@ -239,6 +246,8 @@ class BlockStream:
         table = block if self._call.columns is None else block.select(self._call.columns)
         if answers.num_rows > block.num_rows:
             # Rollouts returned several results for a row, so the row is repeated for each result.
+            # `row` counts over all blocks of the stream, so the index in this block is the difference to its
+            # first row.
             rows = answers.column("row")
             table = table.take(pc.subtract(rows, pc.min(rows)))
         for name in answers.column_names:
@@ -286,7 +295,8 @@ class EngineWorker:
 
     async def _discard(self, stream: BlockStream) -> None:
         """Close a failed stream. A pipeline that ignores failed blocks then continues with a new stream."""
-        if self._stream is stream:  # Several calls may fail with one stream; only the first closes it.
+        # Several calls may fail because of the same stream; only the first call closes it.
+        if self._stream is stream:
             self._stream = None
             await asyncio.to_thread(stream.close)
 
@@ -339,6 +349,7 @@ def generate(
         )
     min_actors, max_actors = (replicas, replicas) if isinstance(replicas, int) else replicas
     stage = StageCall(call, columns=None if columns is None else list(columns), prefix=prefix)
+    # The schema is unknown if Ray would have to read data to find it.
     schema = getattr(ds.schema(fetch_if_missing=False), "base_schema", None)
     if isinstance(schema, pa.Schema):
         stage.check(schema)

@@ -48,7 +48,7 @@ from batchrunner.runner.work import plan_failed_rows
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Maximum number of deaths, of all workers together, after which a dead worker is still restarted."""
+"""Maximum number of deaths of all workers together. After more deaths, a dead worker is not restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,12 @@ class SharedPath:
     directory: str | None
     """Directory that relative paths start from; None if Ray gives each worker a copy of the directory."""
     mark: str | None
-    """Path of the mark file; None if the results are in an object store."""
+    """Path of the mark file, whose presence shows that a node sees the results. None if the results are in an
+    object store.
+    """
 
     def enter(self) -> None:
-        """Change to the directory, and check that the mark file exists; raises JobError otherwise."""
+        """Change to the directory; raise JobError if the directory or the mark file does not exist here."""
         host = socket.gethostname()
         if self.directory is not None:
             try:
@@ -76,7 +78,7 @@ class SharedPath:
                 ) from None
         if self.mark is not None and not Path(self.mark).exists():
             raise JobError(
-                f"output.path: the node {host} does not share {Path(self.mark).parent} with the command",
+                f"output.path: {Path(self.mark).parent} of the command is not visible on the node {host}",
                 hint="give a path on a file system that all nodes share, or a URI of an object store",
             )
 
@@ -96,7 +98,10 @@ class JobWorker:
         self._control = Control()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
-        """Run rows of the job until none is free, and return the report; raises BatchrunError."""
+        """Run rows of the job until no worker could lease further rows, and return the report.
+
+        Raises BatchrunError.
+        """
         shared.enter()
         return await execute(job, join=True, control=self._control)
 
@@ -195,9 +200,11 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
     except SystemExit:  # Ray's handler of SIGTERM raises this error.
         control.drain(*SIGNALS[signal.SIGTERM])
         raise control.interrupted("before the first row was sent") from None
+    # `ray.init` has set its own handler of SIGTERM. It is replaced, so that the run can drain the workers.
     signal.signal(signal.SIGTERM, ignore_signal)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Ray prints to stdout, which is for the result alone.
+        # Ray prints to standard output, which must have only the result.
+        with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
         ray.shutdown()
@@ -245,8 +252,9 @@ class Workers:
         control.stage = "sending"
         self._deaths = 0
         self._actors: dict[Any, tuple[Any, Any]] = {}
-        """Actors by the Ray reference of their report. A second reference becomes ready when the actor
-        runs."""
+        """Actor of each running worker, by the Ray reference of its report. The second item of each value is
+        a reference that becomes ready when the actor runs.
+        """
         self._stop_reason: tuple[str, int] | None = None
         """Reason why the workers must stop, and their exit code; None while they may go on."""
         self.error: BatchrunError | None = None
@@ -255,7 +263,7 @@ class Workers:
         """Report of the worker that ended last; None if no worker has ended."""
 
     def start(self, actor: Any) -> None:
-        """Have a new or restarted actor run rows of the job."""
+        """Tell a new or restarted actor to run rows of the job."""
         report = actor.run.remote(self._job, self._shared)
         self._actors[report] = actor, actor.wait_until_started.remote()
 
@@ -265,7 +273,7 @@ class Workers:
         return sum(_is_ready(placed) for _, placed in self._actors.values())
 
     def watch(self) -> bool:
-        """Wait a moment for workers to end, and handle their ends; tell whether to call this method again."""
+        """Wait a moment, and handle the workers that ended; tell whether to call this method again."""
         ready, _ = ray.wait(list(self._actors), timeout=TIMING.ray_poll)
         for reference in ready:
             actor, _ = self._actors.pop(reference)
@@ -280,7 +288,7 @@ class Workers:
                     self._deaths += 1
                 if self._stop_reason is None and self._deaths <= MOST_DEATHS:
                     log.warning("a worker died and is restarted: %s", _first_line(failure))
-                    self.start(actor)
+                    self.start(actor)  # Ray itself restarts the actor behind this handle (`max_restarts`).
                     continue
                 self._record_failure(failure)
             ray.kill(actor)
@@ -302,7 +310,8 @@ class Workers:
                 f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
                 hint="see its log (`ray logs`) and run the same command again: it resumes",
             )
-        # The command ends with the error of the last worker, or of a wrong job, and then prints the error.
+        # Log the error only if the command does not end with it, because the command prints the error with
+        # which it ends: that of the last worker, or that of an invalid job.
         if self._actors and cause.exit_code != EXIT_WRONG:
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
@@ -328,11 +337,11 @@ class Workers:
                 ray.kill(actor)
 
     def _is_over(self) -> bool:
-        """Tell whether no rows remain, the job is wrong, or a limit of the job is reached.
+        """Tell whether no rows remain, the job is invalid, or a limit of the job is reached.
 
-        If a worker ended while other workers hold all remaining rows, the run is not over, whatever the exit
-        code of the worker. The exit code only counts failed rows, and rows of a dead worker may have become
-        free meanwhile.
+        A worker may end while other workers lease all remaining rows. The run is not over then, whatever the
+        worker's exit code is: one of the others may have died meanwhile, so that its rows can be leased
+        again.
         """
         if self.error is not None and self.error.exit_code == EXIT_WRONG:
             return True
@@ -341,7 +350,8 @@ class Workers:
             return False
         if not last.rows_left:
             return True
-        # The worker sent rows, and then left some of its own: a limit of the job has stopped it.
+        # The worker sent rows, but left some of the rows that it had leased, because a limit of the job
+        # stopped it.
         return last.wall_s > 0 and last.rows_left > last.rows_of_others
 
 
@@ -357,7 +367,8 @@ def _report(group: Workers, path: str, control: Control) -> Report:
     """
     try:
         report: Report | None = report_of_all(path)
-    except OutputError:  # No worker has started the run.
+    # No worker has started the run, so there are no files of it.
+    except OutputError:
         report = None
     if control.reason is not None and (report is None or report.rows_left):
         if report is None:
@@ -370,7 +381,8 @@ def _report(group: Workers, path: str, control: Control) -> Report:
     last = group.last
     if last is None or last.exit_code == EXIT_DONE:
         return report
-    # A worker stops although no rows remain if files were added to the input during the run.
+    # If files were added to the input during the run, a worker ends with EXIT_STOPPED although no rows
+    # remain.
     has_new_files = last.exit_code == EXIT_STOPPED and not last.rows_left
     if report.rows_left or has_new_files:
         return replace(report, reason=last.reason, exit_code=last.exit_code)

@@ -61,7 +61,9 @@ class AnswerComparison:
     failed_in_both: int = 0
     """Number of rows that failed in both runs."""
     examples: list[dict[str, Any]] = field(default_factory=list)
-    """The first rows with different outputs: `row`, `first` and `second`, both shortened."""
+    """Examples of rows with different outputs, each with `row` and the shortened outputs `first` and
+    `second`.
+    """
 
     def lines(self) -> list[str]:
         """Return the lines that are printed for the two runs."""
@@ -115,6 +117,7 @@ class RunComparison:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = []
         for cells in table:
+            # Each cell is padded to the widest cell of its column.
             padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             lines.append("  ".join(padded).rstrip())
         for report in self.reports:
@@ -191,7 +194,8 @@ def _compare_answers(run_dirs: Sequence[RunDir], contents: Sequence[Mapping[str,
 
     first, second = run_dirs
     pair: dict[str, Any] = {"first": first.name, "second": second.name}
-    # The rows have the same positions in two inputs, even if one of the inputs has more files at its end.
+    # If one input only has more files at its end, the rows of the other files still have the same positions.
+    # So only the files that both inputs have are compared.
     digests = [[file["digest"] for file in content["fingerprint"]["files"]] for content in contents]
     if any(before != after for before, after in zip(*digests, strict=False)):
         return AnswerComparison(**pair, not_compared="the runs have different input files")
@@ -227,6 +231,7 @@ def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path
     connection.register(
         "parts", pads.dataset([str(part) for part in parts], schema=columns, format="parquet")
     )
+    # GROUP BY ALL groups by `row` and `rollout`, the only columns without an aggregate.
     connection.execute(
         f"""CREATE TABLE {name} AS
             SELECT row, {rollout} AS rollout, any_value(hash(output)) AS digest,
@@ -238,7 +243,7 @@ def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path
 
 
 def _counts(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
-    """Count the rows of the tables `first` and `second` by the fields of AnswerComparison."""
+    """Count rows of the tables `first` and `second` for each field of AnswerComparison that is a count."""
     conditions = {
         "rows": "true",
         "same": "first.ok AND second.ok AND first.digest = second.digest",

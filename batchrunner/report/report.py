@@ -153,7 +153,9 @@ class Report:
         lines += self._engine_lines()
         lines += self._check_lines()
         truncated = self.finish_reasons.get("length", 0)
-        if truncated > self.rows_cut:  # Rows have several outputs, and the first line counts only rows.
+        # If rows have several outputs, more outputs than rows may be truncated, and the first line counts
+        # only rows.
+        if truncated > self.rows_cut:
             outputs = counted(truncated, "output")
             lines.append(f"{outputs} truncated at max_new_tokens (finish_reason length)")
         if self.rows_thinking_cut:
@@ -186,7 +188,8 @@ class Report:
         if self.rows_resumed:
             counts.append(f"{self.rows_resumed:,} were done before")
         if self.rows_left:
-            if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:  # This worker has done its share.
+            # This worker has sent all rows that it could lease.
+            if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:
                 hint = " to other workers"
             elif says_next_step(self.reason):
                 hint = ""
@@ -210,7 +213,7 @@ class Report:
         return [summary, *cause_lines(checks["causes"], "answers rejected", "time")]
 
     def _tokens(self) -> str:
-        """Return a clause on the speed in output tokens, or in input tokens for a task without decoding."""
+        """Return the part of a report line about output tokens, or about input tokens for other tasks."""
         if self.task == GENERATE:
             return f", {self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
         if not self.prompt_tokens:
@@ -303,7 +306,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
         rows_failed=report.rows_failed,
         max_failed_rows=max_failed_rows_of(facts),
         rows_left=report.rows_left,
-        stop=RunVerdict(EXIT_STOPPED, "not finished"),
+        stop=RunVerdict(EXIT_STOPPED, "not finished"),  # This counts only if rows remain.
     )
     exit_code, reason = verdict_of(end)
     report = replace(

@@ -39,7 +39,9 @@ def check_destination(destination: str) -> None:
 
 
 def upload(run_dir: RunDir, report: Report, destination: str, *, force: bool) -> None:
-    """Upload the merged dataset of a run and its card; `force` replaces what is at the destination.
+    """Upload the merged dataset of a run and its card.
+
+    With `force`, the dataset at the destination is replaced.
 
     Raises OutputError if the destination is not empty, is malformed or refuses the upload, and StorageError.
     """
@@ -79,7 +81,10 @@ def card_of(content: Mapping[str, Any], report: Report) -> str:
 
 
 def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
-    """Upload to a directory in an object store, and delete what else is there. The card comes last."""
+    """Upload to a directory in an object store, and delete all other objects in it.
+
+    The card is written last, so that its presence shows a complete upload.
+    """
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - imports obstore
 
@@ -108,6 +113,7 @@ def _upload_to_hub(destination: str, files: Mapping[str, Path], card: bytes, *, 
     operations.append(hub.CommitOperationAdd(CARD, card))
     try:
         api.create_repo(name, repo_type="dataset", private=True, exist_ok=True)
+        # The Hub puts .gitattributes into each new dataset.
         stored = {path for path in api.list_repo_files(name, repo_type="dataset") if path != ".gitattributes"}
         if stored and not force:
             raise OutputError(f"{destination}: is not empty", hint="give --force to replace what is in it")

@@ -18,9 +18,9 @@ class RunVerdict(NamedTuple):
 
 STOPPED = RunVerdict(EXIT_STOPPED, "stopped")
 SAMPLE_DONE = RunVerdict(
-    EXIT_STOPPED, "the sample of an estimate is done; a run will not send its rows again"
+    EXIT_STOPPED, "the sample of an estimate is done; a run will not send the sampled rows again"
 )
-NOTHING_FREE = RunVerdict(EXIT_DONE, "no rows are free: other workers hold the rest")
+NOTHING_FREE = RunVerdict(EXIT_DONE, "no rows can be leased: other workers have leased the rest")
 DONE = RunVerdict(EXIT_DONE, "done")
 
 
@@ -43,7 +43,7 @@ class RunEnd:
     rows_held: int = 0
     """Number of further rows without a result, which other running workers have leased."""
     was_empty: bool = False
-    """Whether this start had no row to send."""
+    """Whether no row remained to be sent when this start began."""
     is_sample: bool = False
     """Whether this start was to send only the sample of an estimate."""
     failure: BatchrunError | None = None
@@ -92,7 +92,7 @@ def _incomplete(end: RunEnd) -> RunVerdict:
     """Return the verdict on a start that left rows for a later start, although no stop was requested."""
     if end.rows_left:
         return SAMPLE_DONE if end.is_sample else STOPPED
-    rows = f"{end.rows_unheld:,} rows are left that no living worker holds"
+    rows = f"{end.rows_unheld:,} rows remain that no running worker has leased"
     return RunVerdict(EXIT_STOPPED, f"{rows}: run the same command again")
 
 

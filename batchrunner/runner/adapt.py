@@ -36,8 +36,8 @@ GAIN_TO_COST = 3.0
 """A restart pays off if the time it saves until the end of the run exceeds this multiple of the time it
 costs."""
 MOST_WINDOWS = 4
-"""Maximum length of a trial as a number of windows, each extended by the mean time from sending a row to its
-end. The trial ends then even if it had too little steady work."""
+"""Maximum length of a trial, in windows. Each window is extended by the mean time in flight of a row. At this
+length the trial ends even if it had too little steady work."""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
@@ -57,9 +57,10 @@ class Adaptation:
     def __init__(
         self, servers: Mapping[SGLangServer, ServerWatch], memory: FlagMemory, ends_at: float
     ) -> None:
-        """Tune `servers`, each with the watch that measures it; remember gains in `memory`.
+        """Tune the flags of `servers`. Each server comes with the watch that measures its speed.
 
-        `ends_at` is the time of the run's deadline on the monotonic clock; infinity without a deadline.
+        Gains are stored in `memory` for later runs. `ends_at` is the deadline of the run on the monotonic
+        clock; it is infinite without a deadline.
         """
         self._servers = servers
         self._memory = memory
@@ -78,7 +79,7 @@ class Adaptation:
         self._sample, self._now = sample, now
         for watch in self._servers.values():
             await asyncio.to_thread(watch.take, sample, now)
-        next(self._work)
+        next(self._work)  # Run `_tune` until it waits for the next load sample.
 
     def stop(self) -> None:
         """Forbid further restarts, because the run stops."""
@@ -90,7 +91,8 @@ class Adaptation:
         while True:
             yield from self._measure_window()
             for server, watch in self._servers.items():
-                server.keep()  # A server that has worked for a window keeps its flags if it dies later.
+                # A server that has worked for a whole window keeps its flags, even if it dies later.
+                server.keep()
                 step = None if server.lost else self._next_step(server, watch)
                 if step is not None:
                     yield from self._try(server, step)
@@ -138,8 +140,8 @@ class Adaptation:
     def _pays(self, server: SGLangServer, gain: float) -> bool:
         """Tell whether a gain (a fraction of the present speed) is worth a restart of a server now."""
         sample = self._sample
-        # A restart drains the server, which takes about the life of a row but is not waited for longer than a
-        # start takes, and then starts it.
+        # A restart first drains the server, and then starts it. The drain takes about as long as a row is in
+        # flight, but at most as long as a start.
         cost_s = server.start_s + min(server.start_s, self._life_s)
         remaining_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
         is_tail = sample.unsent <= sample.window  # A restart would only delay the last rows.
@@ -168,15 +170,15 @@ class Adaptation:
             others = [other for other in self._servers if other is not server]
             restarts = {other: {**other.adapted, **step.args} for other in others}
         elif self._pays(server, -gain):
-            outcome = "taken back"
+            outcome = "undone"
             restarts = {server: old_args}
         else:
-            outcome = "kept, as another start costs more"
+            outcome = "kept, because undoing it costs another start"
         speed = f"{1 + gain:.2f} x the output tokens a second" if gain else "the gain is unclear"
         why = f"{command_line(step.args)}: {speed}: {outcome}"
         log.warning("%s: %s", server.name, why)
         server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
-        # One server restarts at a time. Each restart has to pay off in the time that remains then.
+        # Restart one server at a time. A later restart must still pay off in the time that remains by then.
         for restarted, args in restarts.items():
             if self._pays(restarted, abs(gain)):
                 restarted.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
@@ -185,18 +187,16 @@ class Adaptation:
                 restarted.keep()
 
     def _rates(self) -> dict[SGLangServer, tuple[float, ...]]:
-        """Return the rates of each server in its window, without servers that had no work."""
+        """Return the measured rates of each server, without servers that had no work to measure."""
         return {server: watch.rates for server, watch in self._servers.items() if all(watch.rates)}
 
     def _gain(self, server: SGLangServer, rates_before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
         """Return the gain of a server's speed relative to the other servers; 0 if the gain is unclear."""
         rates = self._rates()
-        ratios = {
-            each: [
-                rate / rate_before for rate, rate_before in zip(rates[each], rates_before[each], strict=True)
-            ]
-            for each in rates.keys() & rates_before.keys()
-        }
+        ratios: dict[SGLangServer, list[float]] = {}
+        for each in rates.keys() & rates_before.keys():
+            pairs = zip(rates[each], rates_before[each], strict=True)
+            ratios[each] = [rate / rate_before for rate, rate_before in pairs]
         if server not in ratios:
             return 0.0
         return gain_over_others(ratios.pop(server), [*ratios.values()])

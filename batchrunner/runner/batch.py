@@ -38,12 +38,13 @@ class BatchRun:
         """Return the result as lines for a person."""
         lines = self.report.lines()[:-1]  # The report's last line names the part files, not the results.
         if not self.is_published:
-            # An exit code of 0 means that other workers of a shared run are still at work.
+            # With an exit code of 0, the results are missing only because other workers still send rows of
+            # the shared run.
             is_stopped = self.report.exit_code != 0
             writer = (
                 "the attempt that finishes the last line" if is_stopped else "the last worker that finishes"
             )
-            return [*lines, f"results: not written yet: {writer} writes {self.results}"]
+            return [*lines, f"results: not written yet; {writer} will write {self.results}"]
         failed = f", failed lines: {self.errors}" if self.errors else ""
         return [*lines, f"results: {self.results}{failed}"]
 
@@ -54,9 +55,9 @@ def _named_by_option() -> Iterator[None]:
     try:
         yield
     except BatchrunError as failure:
-        texts = (str(failure), failure.message, failure.hint)
-        text, failure.message, failure.hint = (part.replace("output.path", "--output") for part in texts)
-        failure.args = (text,)
+        failure.args = (str(failure).replace("output.path", "--output"),)
+        failure.message = failure.message.replace("output.path", "--output")
+        failure.hint = failure.hint.replace("output.path", "--output")
         raise
 
 
@@ -71,7 +72,8 @@ def run_batch(
     """
     if requests == "-":
         raise JobError(
-            "requests: standard input cannot be read again to resume", hint="save the requests in a file"
+            "requests: a batch cannot be read from standard input, because a resumed batch reads it again",
+            hint="save the requests in a file",
         )
     results = results_path(output, "--output")
     failed = results_path(errors, "--errors") if errors else None
@@ -92,10 +94,10 @@ def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bo
     `written` are the files of results and errors. Existing ones may be overwritten with `fresh`, or if the
     run of this batch exists.
     """
-    different_files = {path.resolve() for path in (Path(requests).expanduser(), *written)}
-    if len(different_files) <= len(written):
+    all_files = [Path(requests).expanduser(), *written]
+    if len({path.resolve() for path in all_files}) < len(all_files):
         raise OutputError(
-            f"{written[0]}: two of the files of requests, results and errors are the same",
+            f"{written[0]}: requests, results and errors need three different files",
             hint="give different files",
         )
     if fresh or holds_run(run):

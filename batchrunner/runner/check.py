@@ -120,6 +120,7 @@ class Check:
 def check(job: str, overrides: Sequence[str]) -> Check:
     """Check a job file or a batch file. Raises BatchrunError, with a message of one line, for a fault."""
     file_format = known_format(job)
+    # A file with the ending .json may be a job, but one with another ending of JSON Lines is a batch file.
     is_batch = file_format is not None and file_format.kind == "JSON Lines" and file_format.ending != ".json"
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         if is_batch:
@@ -146,7 +147,9 @@ def _check(prepared: PreparedJob) -> Check:
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
         prompt = _prompt_of(item, model)
         if loaded.prompt.rollout:
-            prompt["kind"] = "row"  # The rollout's function makes the prompts, so only its row can be shown.
+            # The prompts come from the rollout's function, which does not run here, so the row itself is
+            # shown.
+            prompt["kind"] = "row"
         looked_at += 1
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
@@ -187,11 +190,12 @@ def _refusal(request: Request, model: PromptCheck) -> str | None:
     """
     try:
         refuse_invalid(request)
-        wire.refuse_deadly(request, None)  # values that crash an SGLang server
+        wire.refuse_deadly(request, None)  # Some values crash an SGLang server.
         if isinstance(request.prompt, RequestBody):
             body = orjson.loads(request.prompt.content)
         else:
             body = wire.body_of(request)
+            # Raises RowRefusedError if the body cannot be written as JSON.
             wire.bytes_of(body, default=str if model.engine == "simulated" else None)
         if wire.path_of(request) == CHAT_PATH:
             model.refuse_failing_chat(body)

@@ -76,8 +76,8 @@ class Control:
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
         error.exit_code = self.exit_code
         if self.stage == "starting" and self.exit_code == EXIT_TIME_UP:
-            # EXIT_TIME_UP makes an array task of Slurm requeue itself, which it would do for ever if its
-            # engine never started in time.
+            # EXIT_TIME_UP makes an array task of Slurm requeue itself. If the engine never started in time,
+            # the task would requeue itself for ever.
             error.exit_code = EXIT_STOPPED
         self.stage = "ending"
         return error
@@ -88,7 +88,7 @@ class Control:
         Raises BatchrunError, whose message ends with `when`, if the work is cancelled.
         """
         working = asyncio.ensure_future(work)
-        stopped = asyncio.get_running_loop().create_future()  # It is cancelled at a request to stop.
+        stopped = asyncio.get_running_loop().create_future()  # A request to stop cancels this future.
         ends: set[asyncio.Future[Any]] = {working, stopped}
         try:
             with self.listening(stopped.cancel):
@@ -108,7 +108,7 @@ class Control:
 
     def check(self) -> None:
         """Raise BatchrunError if the run must stop before the first row is sent."""
-        if self._stopped.is_set():  # `sleep` alone would be slow, because this is called for each row.
+        if self._stopped.is_set():  # A call of `sleep` for each row would be slow.
             self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -118,7 +118,8 @@ class Control:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
             self._stopped.set()
-            await asyncio.wait([working])  # Otherwise the thread could still acquire the lock of a task.
+            # Without this wait the thread could still acquire the lock of a task later.
+            await asyncio.wait([working])
             raise
 
     def _notify(self) -> None:
@@ -130,7 +131,8 @@ class Control:
 SIGNALS = {
     signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
     signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
-    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # The terminal was closed; nohup makes Python ignore it.
+    # The terminal was closed. With nohup, Python ignores this signal.
+    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),
     signal.SIGUSR1: ("the time limit is near", EXIT_TIME_UP),
 }
 """The signals that end a run, each with the reason and the exit code."""
@@ -176,12 +178,13 @@ class RunSignals:
     def _begin_to_stop(self, reason: str, grace_s: float | None) -> None:
         """Log that the run waits for the rows in flight; without such rows, limit the time until its end."""
         if self._control.stage == "sending":
-            limit = "; a second Ctrl-C stops now, and the next start sends them again"
+            limit = "; a second Ctrl-C stops now, and the next start sends these rows again"
             if grace_s is not None:
                 limit = f", for {grace_s:g} s at most"
             log.warning("%s: waiting for the rows in flight%s", reason, limit)
             return
-        # A start can be abandoned soon. The end of a run gets more time, for its report and its engine.
+        # While an engine starts, there are no results to save. At the end of a run, the report and the engine
+        # need more time.
         self._after(TIMING.stop_start, self._end_in, "starting")
         self._after(TIMING.stop_at_once, self._end_in, "starting", "ending")
 
@@ -199,13 +202,14 @@ class RunSignals:
         self._after(TIMING.stop_at_once, self._end_process)
 
     def _end_in(self, *stages: str) -> None:
-        """End the process if the run is still in one of these stages."""
+        """End the process if the run is still in one of the `stages`."""
         if self._control.stage in stages:
             self._end_process()
 
     def _end_process(self) -> None:
         """Print the error and end the process even if threads still run. Journals need not be closed."""
-        # A new Control, because the event loop may be blocked and not have told `_control` of the signal.
+        # A new Control is needed, because the event loop may be blocked and not have passed the signal on to
+        # `_control`.
         stopped = Control()
         stopped.drain(*self._first or (self._control.reason or "", self._control.exit_code))
         if self._control.stage == "starting":

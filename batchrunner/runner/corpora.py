@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 LIST, ADD, REMOVE = "/list_external_corpora", "/add_external_corpus", "/remove_external_corpus"
 """SGLang's paths for corpora (entrypoints/http_server.py)."""
 ROWS_AT_ONCE = 1000
-"""Number of rows of a part that are read at once."""
+"""Number of rows of a part file that are read at once."""
 LONGEST_MESSAGE = 200
 """Maximum number of characters of a server's message in a log line."""
 
@@ -54,15 +54,15 @@ class CorpusRefusedError(Exception):
 
 @dataclass(slots=True)
 class ServerCorpus:
-    """What is known of one server and its corpus."""
+    """State of one server and of the corpus that was loaded into it."""
 
     start: int
     """Number of the server's start; see `HttpEngine.start_of`."""
     tokens_at_start: int
-    """Output tokens of the run when this start was noticed."""
+    """Number of output tokens of the run when this start of the server was noticed."""
     is_loaded: bool = False
-    """Whether this start of the server may have a corpus of this run. It is set before the request that loads
-    the corpus."""
+    """Whether the server may have loaded a corpus of this run since it last started. It is set before the
+    request that loads the corpus."""
     is_refused: bool = False
     """Whether the server gets no more corpora."""
 
@@ -71,7 +71,7 @@ class CorpusFeeder:
     """Loads and removes the corpora of a run's servers, driven by the run's load samples."""
 
     def __init__(self, engine: HttpEngine, run_dir: RunDir) -> None:
-        """Take the servers of `engine`, and the answers of the run in `run_dir`."""
+        """Feed the servers of `engine` with answers from the run in `run_dir`."""
         self._engine, self._run_dir = engine, run_dir
         self._servers: dict[str, ServerCorpus] = {}
         self._next_look = 0.0
@@ -83,9 +83,9 @@ class CorpusFeeder:
         """Tokens of the answers of the last replay; whether the replay promised a gain by a corpus."""
 
     async def take(self, sample: RunSample, now: float) -> None:
-        """Look at the servers' corpora, if the last look was long enough before `now`.
+        """Check the servers' corpora, unless the last check was only a short time before `now`.
 
-        One sample must be processed before the next is taken.
+        The caller must await each call before it passes the next sample.
         """
         if now < self._next_look:
             return
@@ -106,9 +106,9 @@ class CorpusFeeder:
                 log.debug("%s: its corpora could not be changed: %r", url, failure)
 
     def _may_feed(self, url: str, output_tokens: int) -> bool:
-        """Tell whether a server drafts from corpora and may get one; note if the run started it again.
+        """Tell whether a server drafts from corpora and may get one. Notice whether the server has restarted.
 
-        A gateway does not pass corpora on, so only servers with direct requests get one.
+        A gateway does not pass corpora on, so only a server that gets its requests directly may have one.
         """
         arguments = self._engine.arguments_of(url)
         has_budget = bool(arguments.get("speculative_ngram_external_sam_budget"))
@@ -127,9 +127,10 @@ class CorpusFeeder:
         own = [name for name in corpora if name.startswith(self._prefix)]
         if len(own) < len(corpora):
             raise CorpusRefusedError("it has other corpora, with which the answers would share the budget")
-        if server.is_loaded and not own:  # somebody has started the server again
+        # The corpus is gone although it was loaded, so somebody has restarted the server.
+        if server.is_loaded and not own:
             server.is_loaded, server.tokens_at_start = False, sample.output_tokens
-        # Each scheduler drafts from its own outputs, also those of one server.
+        # Each scheduler drafts only from its own outputs, even if a server has several schedulers.
         schedulers = max(len(sample.signals), len(self._engine.replicas))
         generated = (sample.output_tokens - server.tokens_at_start) // schedulers
         available = sum(map(len, answers)) // BYTES_PER_TOKEN
@@ -138,7 +139,8 @@ class CorpusFeeder:
             return
         if step == "add":
             name = f"{self._prefix}{next(self._names)}"
-            server.is_loaded = True  # before the request, so that `close` removes what a cancelled one loads
+            # Set before the request, so that `close` also removes a corpus whose request was cancelled.
+            server.is_loaded = True
             await _change(status, ADD, {"corpus_id": name, "documents": answers}, TIMING.corpus_load)
             log.info(
                 "%s: about %s tokens of finished answers were loaded as a corpus for n-gram speculation",
@@ -150,7 +152,10 @@ class CorpusFeeder:
             server.is_loaded = False
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
-        """Tell whether a replay promises a gain by a corpus. Twice as many answers are replayed anew."""
+        """Tell whether a corpus would speed the run up, according to a replay of its answers.
+
+        The replay is repeated each time the number of output tokens has doubled.
+        """
         if not self._judged_tokens or tokens >= 2 * self._judged_tokens:
             gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])
             self._judged_tokens, self._is_worth_it = tokens, gain >= LEAST_CORPUS_GAIN
@@ -172,7 +177,8 @@ def newest_answers(run_dir: RunDir, most_characters: int) -> list[str]:
     answers: list[str] = []
     characters_left = most_characters
     for path in reversed(run_dir.all_parts()):
-        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
+        # A part file may be damaged, or may have been removed in the meantime.
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)
         with damaged, pq.ParquetFile(path) as part:
             if not has_texts(part.schema_arrow):
                 continue

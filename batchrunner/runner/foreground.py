@@ -78,7 +78,7 @@ def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: Limits
         # a run that was stopped gets a new executor, which has no threads.
         if control.reason is not None:
             runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
-        if not control.at_once:  # The command ends now, so nothing needs to be closed.
+        if not control.at_once:  # After a stop at once the command ends now, so the loop need not be closed.
             runner.close()
 
 

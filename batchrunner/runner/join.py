@@ -59,7 +59,8 @@ WORKERS_PER_LISTING = 10.0
 """The pause between two listings grows by a second for each of this many workers. So up to 200 workers list
 the files ten times a second in all."""
 LONGEST_PAUSE_S = 20.0
-"""Maximum seconds between two listings. With 1,000 workers, a server has 50 listings a second."""
+"""Maximum seconds between two listings. With 1,000 workers, the file server then gets 50 listings a second.
+"""
 
 
 class LeasedRows(TaskRows):
@@ -137,7 +138,7 @@ class LeasedRows(TaskRows):
         try:
             self._refresh_if_old()
             return None if self._has_its_share() else self._take_free()
-        except (OSError, OutputError):  # A later call with `wait` waits until the disk is available.
+        except (OSError, OutputError):  # The next call with `wait` waits until the disk is available again.
             return None
 
     def committed(self, rows: BitMap64) -> None:
@@ -177,14 +178,15 @@ class LeasedRows(TaskRows):
         """
         leases = self._look()
         self._look_at_others(leases)
-        leases.refresh()  # A worker that exited during the look has ended its leases before.
+        # A worker that exited during the look ended its leases before it exited. They are read now.
+        leases.refresh()
         remaining = leases.rows_left()
         return (remaining, 0) if self._workers() > 1 else (0, remaining)
 
     def _look(self) -> Leases:
-        """Read the leases of all plans.
+        """Return the leases of all plans, read anew.
 
-        `self._leases` lacks plans that were added after this worker joined.
+        `self._leases` does not have the plans that were added after this worker joined.
         """
         leases = Leases(self._leases.directory, store=self._leases.store)
         leases.refresh()
@@ -221,15 +223,17 @@ class LeasedRows(TaskRows):
                 self._take_over(task)
             self._refresh()
         lease = self._take_free()
-        # While a holder may be dead, its lease may become free. While this worker has unfinished rows, it
-        # stays anyway, and can take over from a worker that dies later.
+        # While a worker that holds leases may be dead, its leases may become free. A worker with unfinished
+        # rows of its own stays anyway, and can take over from a worker that dies later.
         is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 
     def _take_free(self) -> Lease | None:
-        """Take a lease that was free at the last look; None if none was."""
+        """Take a lease that was free at the last look; return None if no lease was free."""
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
-            with self._lock:  # Otherwise the end of another lease could put the beacon out meanwhile.
+            # The lock keeps the end of another lease from putting the beacon out before the new lease is
+            # noted.
+            with self._lock:
                 self._beacon.light()
                 lease = self._leases.take(number)
                 if lease is not None:
@@ -306,7 +310,8 @@ class LeasedRows(TaskRows):
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
                 self._others.remove(task)
-        except (TaskHeldError, TaskLockLostError):  # another worker is taking over
+        # Another worker has taken over from the dead worker, or is about to.
+        except (TaskHeldError, TaskLockLostError):
             return
         dead.store.discard_copy(task)
         if unfinished:
@@ -380,7 +385,8 @@ def join(
                 leases.refresh()  # Another worker may have made a plan before the lock was free.
                 plans_before = len(leases.plans)
                 _plan(prepared, start, leases, control)
-                if len(leases.plans) == plans_before:  # No row needs a plan.
+                # The plan was not needed, because no row is without a plan.
+                if len(leases.plans) == plans_before:
                     break
     assert leases.plan is not None
     _check_plan(leases, prepared)
@@ -411,9 +417,10 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
 
 
 def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: Control) -> None:
-    """Plan the rows that are in no plan. Once all plans have ended, plan all rows without a result.
+    """Write a plan for the pending rows that no plan has yet.
 
-    The caller holds the lock of the leases' directory.
+    If all plans have ended, plan all rows without a result. The caller holds the lock of the leases'
+    directory.
     """
     is_done = leases.is_done()
     if not (is_done or _is_behind(leases, prepared)):  # another worker has just planned these rows
@@ -421,7 +428,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
     # The check is repeated, because another worker may have made a plan since the caller's check.
     check_retry(start, prepared.run_dir.name, is_leased=not is_done)
     main = prepared.run_dir.of_task()
-    with hold_task(main, control.sleep) as lock:  # No attempt without --join may run at the same time.
+    with hold_task(main, control.sleep) as lock:  # No attempt without --join may run while the plan is made.
         recover(main, lock, prepared.results_schema)
         expected_rows = leases.plan.rows_total if leases.plan and is_done else 0
         stored = _stored_by_all(main, expected_rows, control)
@@ -434,9 +441,10 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             reuse = Reuse(prepared, control, model_of(prepared.job.engine))
             plan = plan.with_reused(reuse.take(main, lock, plan.selected, plan.missing))
         rows = plan.rows
-        # A plan without rows is needed too if it records a larger limit or more files.
+        # A plan without rows is still needed if it records a larger limit or more input files.
         is_needed = rows or _is_behind(leases, prepared)
-        lock.verify()  # Another process may have taken over, so nothing may be deleted or written then.
+        # Another process may have taken over the lock. Then nothing may be deleted or written any more.
+        lock.verify()
         if is_done:
             leases.remove_copies()
         if not is_needed:
@@ -450,7 +458,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             check_stop=control.check,
             replace=False,
         )
-        if path:  # the rows are sent in the order of a sorted copy of the input
+        if path:  # A sorted copy of the input sets the order in which the rows are sent.
             leases.store.publish(path)
             cuts, name = SortedCopy(path).group_starts, path.name
         else:

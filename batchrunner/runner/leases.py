@@ -67,7 +67,7 @@ class Leases:
         """The plans that were read, in the order of their numbers."""
         self._task = task
         self._joined = False
-        """Whether later plans are ignored."""
+        """Whether the worker has joined the run. Plans that are written later are then ignored."""
         self._places: list[tuple[LeasePlan, range]] = []
         """The plan of each lease, and the positions of the lease's rows in the order of the plan. The index
         is the number of the lease."""
@@ -102,7 +102,8 @@ class Leases:
                 self._read_plan(int(plan[1]))
         for match in filter(None, map(_NAME.fullmatch, set(names) - self._names)):
             number, turn, end = match.groups()
-            if int(number) < len(self):  # Leases of later plans are ignored like these plans.
+            # Plans that were written after this worker joined are ignored, and so are their leases.
+            if int(number) < len(self):
                 self._names.add(match[0])
                 self._note(int(number), int(turn), ended=end is not None)
         return names
@@ -117,14 +118,15 @@ class Leases:
         self._joined = True
 
     def make_plan(self, plan: LeasePlan) -> None:
-        """Write a plan, unless another worker has just written a plan with the same number.
+        """Write a plan and read it.
 
-        Read that plan.
+        If another worker has just written a plan with the same number, read that plan instead.
         """
         number = len(self.plans)
         make_directory(self.directory)
         self._create(f"plan-{number:06d}", orjson.dumps({**asdict(plan), "rows": rows_to_text(plan.rows)}))
-        self._read_plan(number)  # not by `refresh`, because an old listing may lack another worker's plan
+        # `refresh` could miss this plan, because a listing may be too old to show the plan of another worker.
+        self._read_plan(number)
 
     def rows(self) -> BitMap64:
         """Return the rows of all plans, including rows that are done."""
@@ -239,16 +241,21 @@ class Leases:
         turn = self._turn(number)
         if turn:
             return len(self._rows(number, turn))
-        if plan.order:  # each position of a sorted copy has one row, so the copy need not be read
+        # Each position of a sorted copy has one row, so its rows need not be read to count them.
+        if plan.order:
             return len(positions)
         return plan.rows.range_cardinality(positions.start, positions.stop)
 
     def _rows(self, number: int, turn: int) -> BitMap64:
-        """Return the rows of a lease at a turn: all rows at turn 0, later the rows that remained before."""
+        """Return the rows of a lease at a turn, that is, when one worker after another has taken it.
+
+        At turn 0 these are all rows of the lease; later, the rows that remained at the end of the turn
+        before.
+        """
         if turn:
             name = _name(number, turn - 1)
-            # A worker that was taken for dead may end its lease once more when it wakes. What the worker
-            # wrote that took over from it counts: it has read which rows are done.
+            # Two workers may have ended this turn: one that was believed dead but woke up, and the one that
+            # took over from it. If either of them found no remaining rows, all rows are done.
             is_done = f"{name}{END}" in self._names or f"{name}{LEFT}" not in self._names
             return BitMap64() if is_done else rows_from_text(self._read(f"{name}{LEFT}")["left"])
         plan, positions = self._places[number]
@@ -282,7 +289,7 @@ class Leases:
 
 
 def _name(number: int, turn: int) -> str:
-    """Return the name of the file with the holder of a lease at a turn."""
+    """Return the name of the file that records which worker holds a lease at a turn."""
     return f"{number:06d}.{turn}"
 
 

@@ -129,7 +129,7 @@ def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
     if start.retry_failed and is_leased:
         raise ResumeError(
             f"{run}: --retry-failed: other workers are still retrying failed rows, or died while retrying",
-            hint="wait until they end, or run --join without --retry-failed first",
+            hint="wait until these workers end, or run --join without --retry-failed first",
         )
 
 

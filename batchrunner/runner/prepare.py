@@ -136,7 +136,8 @@ def prepare(
     # The trials of `batchrun tune` are runs in the directory of the tuned run.
     if other_run and run.relative_to(other_run).parts[0] != TUNE:
         raise OutputError(
-            f"output.path {run_dir.path}: lies in the run {other_run}", hint="give another directory"
+            f"output.path {run_dir.path}: lies in the directory of the run {other_run}",
+            hint="give another directory",
         )
     if task != MAIN_TASK:
         run_dir.store.check_sharing()
@@ -158,7 +159,8 @@ def prepare(
         before = None if fresh else _fingerprint_of(run_dir)
         if before is not None:  # Files to which rows were appended are recognized as those of the run.
             dataset.recognize(before["files"])
-        elif job.output.reuse is not None:  # The fields of the prompts must be in the other run's order.
+        # The answers of the other run can be reused only if the fields of the prompts have the same order.
+        elif job.output.reuse is not None:
             before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
     except BaseException:  # A job that is refused leaves no copies and no processes behind.
@@ -192,6 +194,7 @@ def _with_field_order(
     fields = job.prompt.fields
     if fields is None or fields.order == "written" or len(fields.columns) == 1:
         return job, renderer
+    # Without the order of an earlier start for the same fields, decide on an order now.
     columns = known_fields(before) if before else None
     if columns is None or {*columns} != {*fields.columns}:
         from batchrunner.input.fields import decide_fields  # noqa: PLC0415 - only for such prompts
@@ -236,7 +239,8 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
             if _is_held(possible_users):
                 return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
-        run_dir.path.rmdir()  # succeeds only for a run that has not begun, whose directory is empty
+        # `rmdir` succeeds only if the directory is empty, because the run has not begun.
+        run_dir.path.rmdir()
 
 
 def leave(prepared: PreparedJob) -> None:
@@ -270,6 +274,7 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     _refuse_results(job.input.path, dataset)
     for file in dataset.files:
+        # Links are resolved only on a disk. The paths of an object store (`input_place`) have none.
         real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
         if run in real.parents:
             raise OutputError(
@@ -342,6 +347,11 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
                 hint=f"use another output.path, or discard the results with {DISCARD}",
             )
         return
-    before = old["engine"].get("weights")
-    new = {**prepared.fingerprint(model or ""), "weight_version": before and (weights or before)}
-    check_same_run({**old["fingerprint"], "weight_version": before}, new, run_dir.name)
+    # Versions of the weights are compared only if both are known. Otherwise the old version stands for both.
+    old_weights = old["engine"].get("weights")
+    new_weights = weights if old_weights and weights else old_weights
+    check_same_run(
+        {**old["fingerprint"], "weight_version": old_weights},
+        {**prepared.fingerprint(model or ""), "weight_version": new_weights},
+        run_dir.name,
+    )

@@ -76,10 +76,11 @@ def _load_parts(sample: RunSample) -> list[str]:
         low, high = sample.bands[loads[0].scheduler]
         healthy = f" ({low:,}-{high:,}{' each' if len(loads) > 1 else ''})"
     usages = sorted({f"{load.token_usage:.2f}" for load in loads})
+    usage = usages[0] if len(usages) == 1 else f"{usages[0]}-{usages[-1]}"
     parts = [
         f"#running-req {sum(load.running for load in loads):,}",
         f"#queue-req {sum(load.queue for load in loads):,}{healthy}",
-        f"usage {'-'.join(dict.fromkeys((usages[0], usages[-1])))}",
+        f"usage {usage}",
     ]
     # The event log of another version of batchrunner may have states that are not in `Corner`.
     corners = Counter(load.corner for load in loads if load.corner in set(Corner))
@@ -93,7 +94,7 @@ def _rollout_parts(rollouts: RolloutSample) -> list[str]:
     """Return the state of the multi-turn rollouts, for the line of a run's state."""
     waiting = f"{rollouts.waiting_for_tools:,} wait for tools"
     if rollouts.blocked:
-        waiting = f"{rollouts.blocked:,} wait because one blocks their process"
+        waiting = f"{rollouts.blocked:,} wait for a rollout that blocks their process"
     return [f"{rollouts.open:,} rows open ({waiting})", f"{rollouts.turns:,} turns"]
 
 
@@ -134,7 +135,8 @@ class ProgressBar(Display):
             bar = BAR_FORMAT if sample.rows_total else "{elapsed} {desc}"
             # With a delay, tqdm does not print a bar before its description is set.
             self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)
-        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total  # Other workers may add rows.
+        # The total may change during the run, because other workers may add rows.
+        self._bar.n, self._bar.total = sample.rows_done, sample.rows_total
         with contextlib.suppress(OSError):  # The terminal may have been closed.
             self._bar.set_description_str(sample_line(sample))
 
@@ -223,7 +225,7 @@ def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> li
     """
     if inspect.iscoroutinefunction(on_progress):
         raise JobError(
-            "on_progress: is an `async def` function, whose calls nothing would await",
+            "on_progress: an `async def` function cannot be used, because nothing would await its calls",
             hint="give a plain function",
         )
     displays: list[Display] = [ProgressBar()] if progress else []

@@ -43,7 +43,8 @@ class PromptCheck:
         self._chat_problem: str | None = None
         """Reason for which the chat template cannot be loaded; None if it can be loaded."""
         self._begins_twice = Counter[str]()
-        """Number of prompts that begin with a token that the tokenizer adds as well, by token."""
+        """Number of prompts whose text begins with a special token that the tokenizer adds as well, by token.
+        """
         if isinstance(job.engine, ServerEngine):
             has_chats = job.prompt.is_batch or (job.prompt.is_chat and job.prompt.rollout is None)
             self._find_files(job.engine, has_chats=has_chats)
@@ -113,7 +114,7 @@ def _why_unknown(engine: ServerEngine, directory: Path) -> str | None:
     config = read_config(engine.model, engine.args.get("revision"))
     kind, architectures = config.get("model_type"), config.get("architectures") or ()
     if kind in OWN_CHAT_MODELS or any(str(name).startswith(_OWN_RULES) for name in architectures):
-        return f"chat prompts, because SGLang builds those of {kind} by rules of its own"
+        return f"chat prompts, because SGLang has its own rules for the chat prompts of {kind}"
     if not has_chat_template(directory):
         return f"chat prompts, because there is no chat template among the files of {engine.model}"
     return None

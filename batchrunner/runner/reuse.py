@@ -50,8 +50,9 @@ log = logging.getLogger(__name__)
 CHUNK_ROWS = 1024
 """Maximum number of answers that are read at once."""
 _ASKED = {"digest": pa.binary(), "new_row": pa.int64(), "shares": pa.bool_(), "is_wanted": pa.bool_()}
-"""Columns of the duckdb table `asked`, which has a row for each request of this run. `shares` is whether the
-request may have the same answer as an equal request, `is_wanted` whether its row is missing."""
+"""Columns of the duckdb table `asked`, which has a row for each request of this run. `shares` tells whether
+the request may get the same answer as an equal request. `is_wanted` tells whether the row of the request has
+no result yet."""
 _ALL = "TRUE"
 """SQL condition for the stored answers that may be reused: all answers without an error."""
 _UNCUT = f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
@@ -97,7 +98,7 @@ class Reuse:
         problem = self._problem(model, weights)
         if problem is not None:
             message = f"output.reuse: {self._run.name}: {problem}"
-            raise JobError(message, hint="leave out output.reuse, or make the two jobs alike")
+            raise JobError(message, hint="leave out output.reuse, or give both jobs the same settings")
 
     def _problem(self, model: str | None, weights: str | None) -> str | None:
         """Return the reason for which no answer of the other run can be used; None if some can be used."""
@@ -128,8 +129,10 @@ class Reuse:
             new["accept"]["on_length"] = old["accept"]["on_length"]
         pairs = {name: (old[name], new[name]) for name in ("task", "model", "accept")}
         pairs["prompt.truncate"] = old["prompt"].get("truncate"), prepared.job.prompt.truncate
-        weights_before = self._facts["engine"].get("weights")
-        pairs["weight_version"] = weights_before, weights_before and (weights or weights_before)
+        # Versions of the weights are compared only if both are known.
+        old_weights = self._facts["engine"].get("weights")
+        if old_weights and weights:
+            pairs["weight_version"] = old_weights, weights
         # Without a task (such as embedding), these are columns of `parse`, which is called again.
         if prepared.answers.task is not None:
             for name, _ in prepared.answers.parsed:
@@ -216,7 +219,8 @@ class Reuse:
         stored_names = {name for stored_schema in stored_schemas for name in stored_schema.names}
         if not stored_names.issuperset(names):  # the other run is of an earlier version, without some columns
             return
-        schema = schema.with_metadata(stored_schemas[0].metadata)  # It names the model that made the answers.
+        # The metadata names the model that made the answers.
+        schema = schema.with_metadata(stored_schemas[0].metadata)
         stored = database.read_parquet(
             parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
         )
@@ -260,13 +264,15 @@ class Reuse:
         for name, column in zip(carried.schema.names, carried.columns, strict=True):
             for row, value in zip(rows, shown_values(column), strict=True):
                 row[name] = value
+        # Call `parse` once for each text, with the row if the function takes it.
         calls: list[tuple[Any, ...]] = [
             (text, row) if facts.takes_row else (text,)
             for texts, row in zip(texts_of_rows, rows, strict=True)
             for text in texts
         ]
-        # One call for each text, so that the results have to be grouped by row again.
         results = iter(functions.call_many(PARSE, calls, self._control.check))
+
+        # Group the results by row again. The value of a column is a list if a row has several completions.
         columns: dict[str, list[Any]] = {name: [] for name in ("error", *(name for name, _ in facts.columns))}
         for texts in texts_of_rows:
             results_of_row = [next(results) for _ in texts]

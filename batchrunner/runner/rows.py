@@ -107,12 +107,15 @@ class TaskRows(ABC):
                 if self._turns is not None:
                     self._turns.load(lease)
                 for batch in self._read(lease):
+                    # `Reorderer` stores the digests of the requests in this list later.
                     digests: list[bytes | None] = [None] * len(batch.rows)
                     yield self._prepared.renderer.render(batch, self._stopped.is_set, digests)
                     self._to_read -= len(batch.rows)
                 lease = self.take(wait=False)
                 if lease is None:
-                    yield []  # The rows read so far are sent before the wait.
+                    # An empty batch makes the feeder send the rows that were read so far, because the next
+                    # lease may take a while.
+                    yield []
                     lease = self.take(wait=True)
         finally:
             self._close()
@@ -178,7 +181,7 @@ class FixedRows(TaskRows):
         copy: Path | None = None,
         turns: TurnStore | None = None,
     ) -> None:
-        """Do `rows`. `total` is the number of these rows and of the rows that were done before.
+        """Hold the `rows` to send. `total` also counts the rows that were finished before.
 
         `copy` is the sorted copy of the input in whose order the rows are sent; None for input order. `turns`
         stores the answers of rollouts.
@@ -200,7 +203,7 @@ class FixedRows(TaskRows):
 
     def take(self, *, wait: bool) -> Lease | None:
         """Take the lease with all rows. Later calls return None."""
-        del wait  # There is never another lease to wait for.
+        del wait  # There is only one lease, so waiting would never bring another one.
         lease, self._lease = self._lease, None
         return lease
 

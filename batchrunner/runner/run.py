@@ -84,8 +84,8 @@ SPOOL_S = 1.0
 """Maximum seconds until a row is in the journal on this machine, for a run in an object store. Its part file
 (a Parquet file of results) is uploaded later."""
 OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
-"""Fields of report.json that an attempt without work rewrites, because the last attempt may have died before
-it wrote its report."""
+"""Fields of report.json that an attempt without work writes again, because an earlier attempt may have died
+before it wrote its report."""
 
 
 async def execute(
@@ -120,7 +120,8 @@ async def execute(
         stack.enter_context(rare_garbage_collection())
 
         def lock_task() -> TaskLock:
-            return stack.enter_context(hold_own_task(run_dir, control.sleep))  # a new context at each try
+            # Each try needs a new context manager.
+            return stack.enter_context(hold_own_task(run_dir, control.sleep))
 
         lock = await unless_away(lambda: control.run(lock_task), job, control)
         disk = DiskWait(job.limits.disk_wait, lambda: control.at_once)
@@ -155,7 +156,8 @@ async def execute(
         stack.push_async_callback(give_back, work.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if work.is_empty:
-            code_versions(read_run_json(run_dir), prepared.code_digests)  # It warns of code that has changed.
+            # `code_versions` warns if the code of a Python function has changed.
+            code_versions(read_run_json(run_dir), prepared.code_digests)
             return report_of_empty(prepared, work)
 
         # open
@@ -190,6 +192,7 @@ async def execute(
 def rare_garbage_collection() -> Iterator[None]:
     """Search for garbage cycles rarely during the block. A nested block leaves the setting as it is."""
     threshold = gc.get_threshold()
+    # A program may have switched the search off (0), or made it as rare already.
     if not 0 < threshold[0] < GC_THRESHOLD:
         yield
         return
@@ -209,7 +212,7 @@ async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, cont
         except StoreAwayError as failure:
             if not wait.may_go_on(f"{failure}: waiting for the store (limits.disk_wait)"):
                 raise
-            await control.wait_for(asyncio.sleep(PAUSE_S), "while the object store was away")
+            await control.wait_for(asyncio.sleep(PAUSE_S), "while the object store was unreachable")
 
 
 def turn_store(prepared: PreparedJob, lock: TaskLock, disk: DiskWait) -> TurnStore | None:
@@ -230,7 +233,7 @@ async def give_back(rows: TaskRows, lock: TaskLock) -> None:
     rows.stop()
 
     def give_back_now() -> None:
-        lock.verify()  # A worker that has taken over the lock ends the leases itself.
+        lock.verify()  # If another worker has taken over the lock, that worker ends the leases.
         rows.give_back()
 
     if not lock.is_abandoned:
@@ -310,8 +313,11 @@ class Run:
         load_control, why_window = await self._open_load_control()
         writer = self._writer()
         sending = self._sending(load_control, writer)
-        self.lock.verify()  # Another process may have taken the lock while the engine started.
-        self._write_run_json()  # Not earlier, because a job that is refused must not change run.json.
+        # Another process may have taken the lock while the engine started.
+        self.lock.verify()
+
+        # A job that was refused must not change run.json, so it is written only now.
+        self._write_run_json()
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"
         try:
@@ -319,7 +325,8 @@ class Run:
         finally:
             await self._close(writer, end)
             report = self._report(sending, end, earlier)
-            with contextlib.suppress(StorageError):  # On a full disk only the report is lost.
+            # If the disk is full, the report is lost but the results are not.
+            with contextlib.suppress(StorageError):
                 sending.show_end(time.monotonic())
                 self.events.write("end", exit_code=report.exit_code, reason=report.reason)
                 save_report(self.prepared.run_dir, report.as_dict())
@@ -361,7 +368,7 @@ class Run:
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
         is_in_store = prepared.run_dir.store.objects is not None
-        if is_in_store:  # `output.durable` is then the time until a part file is uploaded.
+        if is_in_store:  # In an object store, `output.durable` is the time until a part file is uploaded.
             durable_s = min(output.durable, SPOOL_S)
             part_s = min(TIMING.part, output.uploaded_within_s * FLUSH_FRACTION)
         schema: pa.Schema = prepared.results_schema
@@ -422,9 +429,10 @@ class Run:
         return adaptation_of(self.engine.engine, self.prepared.run_dir, ends_at)
 
     def _corpora(self, load_control: LoadControl) -> CorpusFeeder | None:
-        """Return the corpora for n-gram speculation; None if no server can use it.
+        """Return the corpora for n-gram speculation; None if no server may get one.
 
-        A corpus takes memory and time of a server, so background runs load none.
+        A corpus takes memory and time of a server, so background runs load none. If another run is using the
+        engine, that run may load corpora already.
         """
         job, engine = self.prepared.job, self.engine.engine
         is_background = getattr(job.engine, "background", False)
@@ -474,7 +482,8 @@ class Run:
         except BatchrunError as failure:
             end.failure = failure
         except asyncio.CancelledError:
-            # A stop at once has cancelled the sending. Any other cancellation comes from the caller.
+            # A stop at once cancels the sending. Any other cancellation was requested by the caller of the
+            # run.
             if not self.control.at_once:
                 self.control.stop("cancelled")
                 raise
@@ -495,9 +504,10 @@ class Run:
         """Write the last rows, and leave the remaining rows to other workers."""
         try:
             await writer.close()
-        except BaseException as failure:  # also a second cancellation
-            # Rows may be in a journal and in no part file. In these runs, another worker or machine may go
-            # on, and the mark of an abandoned lock tells it to recover the journal.
+        except BaseException as failure:
+            # The error may also be a second cancellation. Rows may now be in a journal and in no part file.
+            # If another worker or machine may go on with the run, the mark of an abandoned lock tells it to
+            # recover the journal.
             end.is_on_disk = False
             if self.start.join or self.prepared.run_dir.store.uri:
                 self.lock.abandon()
@@ -518,9 +528,11 @@ class Run:
         work, info = self.work, self.engine.info
         report = make_report(self.prepared.run_dir, work.done_before, work.rows.total, work.counts)
         held = unheld = 0
-        if end.failure is None:  # Without a failure, it matters whether other workers do the remaining rows.
+        # Without a failure, the exit code depends on whether other workers do the remaining rows.
+        if end.failure is None:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
+        # If rows of this worker remain, only these are reported as remaining.
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
         exit_code, reason = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:

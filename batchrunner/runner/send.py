@@ -109,7 +109,8 @@ class OutcomeSink:
         Rows in flight count as successful, because refusals come sooner than answers.
         """
         self._failed += 1
-        all_sent = self._sent + max(0, self.routes.in_flight - 1)  # This row still counts as in flight.
+        # The failed row still counts as in flight, so it is subtracted.
+        all_sent = self._sent + max(0, self.routes.in_flight - 1)
         if self._sent >= FEWEST_SENT and self._failed / all_sent > self.most_failed_share:
             self.control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
@@ -330,7 +331,8 @@ class Sending:
             with self._control.listening(functools.partial(self._stop, sending)):
                 await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
                 if not sending.done():
-                    polling.result()  # Polling ends first only if it failed. This raises its error.
+                    # The polling ends before the sending only if it failed. `result` then raises its error.
+                    polling.result()
                 await sending
         finally:
             self._rows.stop()
@@ -352,7 +354,7 @@ class Sending:
         sample = self.progress.polled(loads, now)
         self._show(sample)
         if now >= self._next_sample_at:
-            # While a run is young, its history needs a finer resolution: 2 % of its age.
+            # Samples are taken more often early in a run: at intervals of 2 % of its age.
             self._next_sample_at = now + min(LOGGED_EVERY_S, (now - self._began) / 50)
             self._events.write("sample", **msgspec.to_builtins(sample))
             is_adapting = self._adapting is not None and not self._adapting.done()
@@ -375,7 +377,7 @@ class Sending:
             self._adaptation = None
 
     async def _feed(self, corpora: CorpusFeeder, sample: RunSample, now: float) -> None:
-        """Let the corpora process a load sample. An error ends only them; the run goes on."""
+        """Pass a load sample to the corpora. If that fails, the run goes on without corpora."""
         try:
             await corpora.take(sample, now)
         except Exception:

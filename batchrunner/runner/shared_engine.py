@@ -74,7 +74,8 @@ class SharedEngine:
             prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
         )
         loads = await self.engine.loads()
-        current = self._load_control  # Read after the wait, in which another run may have begun.
+        # Read only after the await, because another run may have begun in the meantime.
+        current = self._load_control
         if current is not None and current.in_use and current.concurrency.fixed == fixed:
             return current, "shared with other runs"
         control = self._load_control = LoadControl(self.engine, concurrency)
@@ -138,7 +139,7 @@ def shape_of(job: Job, task: TaskName) -> str | None:
     engine = job.engine
     if not isinstance(engine, ServerEngine) or engine.adapt == "off":
         return None
-    if "config" in engine.args:  # an SGLang config file, which may set flags that are unknown here
+    if "config" in engine.args:  # An SGLang config file may set flags that are unknown here.
         return None
     if task != GENERATE or job.window != "auto":
         return None

@@ -91,7 +91,8 @@ def array_script(
     options = ["--join"]
     for override in (f"limits.drain={drain_s}", *overrides):
         options += ["--set", override]
-    pattern = str(logs).replace("%", "%%")  # sbatch replaces %A by the number of the array, %a by the task's.
+    # sbatch replaces %A with the number of the array, and %a with that of the task.
+    pattern = str(logs).replace("%", "%%")
     return _SCRIPT.format(
         name=shlex.quote(f"--job-name={run.name}"),
         directory=shlex.quote(f"--chdir={Path.cwd()}"),

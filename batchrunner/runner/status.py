@@ -87,6 +87,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     workers share the run and have a plan. `watch` is as in `holders_of`.
     """
     run_dir = look_at_run(run)
+    # A run that has just begun has no run.json yet. Any other path without a run.json is an error.
     facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
     run_dirs = run_dir.all_tasks()
     stored = [read_done(task) for task in run_dirs]
@@ -99,13 +100,15 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     leases = Leases(run_dir.leases)
     leases.refresh()
     current_samples = [task.last_sample for task in tasks if task.last_sample]
-    # Each worker's estimate implies its rows per second until its end. These rates add up.
+    # The estimate of each worker implies a number of rows per second until its end. The sum over the workers
+    # is the speed of the run.
     expected_rows_per_s = sum(
         (sample.rows_total - sample.rows_done) / sample.time_left_s
         for sample in current_samples
         if sample.time_left_s
     )
-    on_disk = len(BitMap64().union(*(done.rows for done in stored)))  # A row of two workers counts once.
+    # A row that two workers have done counts once.
+    on_disk = len(BitMap64().union(*(done.rows for done in stored)))
     running = [task.running for task in tasks if task.running]
     total = leases.plan.rows_total if leases.plan else None
     if facts:
@@ -211,8 +214,8 @@ def _task_lines(task: TaskStatus, held: int) -> list[str]:
     if task.running:
         lines.append(f"running: {task.running}")
         if starting := task.starting:
-            does = "preparing the input" if starting["what"] == "input" else "engine starting"
-            return [*lines, f"{does}, {starting['since_s']:.0f} s"]
+            step = "preparing the input" if starting["what"] == "input" else "engine starting"
+            return [*lines, f"{step}, {starting['since_s']:.0f} s"]
         if sample := task.last_sample:
             age_s = max(0.0, time.time() - sample.time)
             lines.append(f"{age_s:.0f} s ago: {sample_line(sample)}")

@@ -229,7 +229,8 @@ def _pieces_of(data: object) -> Generator[Piece]:
     rows = iter(as_rows(data))
     try:
         for number, row in enumerate(rows):
-            yield dict(as_mapping(row, number))  # A copy, because the program may change its mapping later.
+            # The program may change its mapping later, so the row is copied.
+            yield dict(as_mapping(row, number))
     finally:
         if isinstance(rows, Generator):
             rows.close()
@@ -281,7 +282,8 @@ class ProgramColumns:
             raise unknown_column(InputError, where, name, self.schema.names)
         if len(indices) > 1:
             raise InputError(
-                f"{where}: the rows have {len(indices)} columns {name!r}", hint="give only one such column"
+                f"{where}: the rows have {len(indices)} columns with the name {name!r}",
+                hint="rename all but one of them",
             )
         return self.schema.field(indices[0])
 
@@ -298,7 +300,7 @@ class ProgramRows:
     """
 
     is_shared = True
-    """True as for a run that workers share, so that few rows are read ahead and reordered at a time."""
+    """Treat the rows like those of a run that workers share: read and reorder only a few rows ahead."""
 
     def __init__(
         self,
@@ -351,7 +353,7 @@ class ProgramRows:
         pieces, self._first = self._first or take_batches(self._buffer, 0), []
         while pieces:
             for piece in pieces:
-                if isinstance(piece, str):  # the error of one row
+                if isinstance(piece, str):  # This piece is the error of a single row.
                     rows = range(self._read, self._read + 1)
                     batch = self._failed(rows, error=piece)
                 else:
@@ -536,6 +538,7 @@ class StreamCall:
             await stack.enter_async_context(reading(self.data, buffer))
             rows = await asyncio.to_thread(self._read_first, buffer, scratch, stack)
             if rows is not None:
+                # The run has an event loop of its own, so finished rows are handed over from loop to loop.
                 handover = Handover(rows.plan)
                 work = functools.partial(send_stream, rows, handover, self.displays, scratch)
                 if self.open_engine is not None:
@@ -571,7 +574,8 @@ class StreamCall:
             first += batches
             readable = next((batch for batch in batches if not isinstance(batch, str)), None)
         job = self.call.job(readable.schema, [str(scratch)], scratch)
-        if not any(map(len, first)):  # The first batch of a table may have columns, but no rows.
+        # The first batch of a table may have columns but no rows. Then the first row is in a later batch.
+        if not any(map(len, first)):
             first = take_batches(buffer, 0, most=1)
         functions = open_functions(job)
         if functions is not None:

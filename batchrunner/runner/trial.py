@@ -190,7 +190,8 @@ class TrialRunner:
             failed_share = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
             if report.failures and not report.rows_ok:
                 meter.stop(("measured", f"all rows failed, for example: {report.failures[0]['example']}"))
-            # The meter itself stops the run once the speed is known. Any other stop is an error.
+            # The meter stops the run with EXIT_STOPPED once the speed is known. Without a result of the
+            # meter, the stop was an error.
             if report.exit_code == EXIT_STOPPED and meter.end is None:
                 raise BatchrunError(f"the sample could not be sent: {report.reason}")
         except EngineLostError as failure:
@@ -205,11 +206,14 @@ class TrialRunner:
                 "input": InputSpec(path=str(self.sample.path)),
                 "output": self.job.output.model_copy(update={"path": str(out), "reuse": None}),
                 "engine": self.engine,
-                "parse": None,  # Parsing would only take time.
+                # The texts of the answers are not needed, so parsing them would only take time.
+                "parse": None,
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
-                "accept": AcceptSpec.model_validate({"json": False}),  # Each row is sent once.
+                # Each row is sent once, so no answer is rejected.
+                "accept": AcceptSpec.model_validate({"json": False}),
                 "on_length": "keep",
+                # An endless answer is still stopped, but it must not be rejected.
                 "on_repetition": "stop" if self.job.on_repetition == "fail" else self.job.on_repetition,
             }
         )
@@ -253,7 +257,7 @@ class MeasuringEngine(ObservedEngine):
         if self.first_sent_at is not None:
             self.stop(self.watch.record_load(now - self.first_sent_at, loads, self._log_size()))
         if now - self._opened > self.within_s:
-            self.stop(("cut", "the time for tuning is over"))
+            self.stop(("cut", "the time budget is used up"))
         return loads
 
     def preempt(self, route: str, kept: int) -> None:
@@ -294,6 +298,7 @@ class MeasuringEngine(ObservedEngine):
         rate = None if mixes else output_rate(passes)
         return replace(
             result,
+            # Without a rate from the log, use the rate of the answers.
             tokens_per_s=rate or result.tokens_per_s,
             signs=signs,
             facts=replace(facts, ready=facts.ready or limits),

@@ -83,14 +83,22 @@ class TuningSummary:
             lines += _trial_lines(trial)
         lines += ["", *(f"{name}: {note}" for name, note in self.notes.items()), ""]
         lines.append(f"{self.reason}, after {duration(self.spent_s)}")
-        block = {name: values for name, values in (("args", self.args), ("env", self.env)) if values}
-        block = self.layout | block
-        if not block:
+        engine_changes = dict(self.layout)
+        if self.args:
+            engine_changes["args"] = self.args
+        if self.env:
+            engine_changes["env"] = self.env
+        if not engine_changes:
             return [*lines, "the job's own flags stay: no other flags were faster by more than the noise"]
         gain = self.best_tokens_per_s / self.own_tokens_per_s
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
-        lines += ["", *yaml.safe_dump({"engine": block}, sort_keys=False).splitlines(), "", *self.warnings]
+        lines += [
+            "",
+            *yaml.safe_dump({"engine": engine_changes}, sort_keys=False).splitlines(),
+            "",
+            *self.warnings,
+        ]
         return [*lines, f"add this to {self.job}"]
 
 
@@ -109,15 +117,17 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
         layout["tp"] = changed.pop("tp-size")
     risky = [name for name in changed if name in FLAGS and FLAGS[name].changes_answers]
     waiting = job_setting.newest.signs.queue
-    queue_note = f"the run itself controls its length; {waiting:.0f} requests waited with the job's own flags"
+    queue_note = (
+        f"not tuned, because the run sets its length; {waiting:.0f} requests with the job's own flags"
+    )
+    # Speeds are those of as many replicas as fit on the GPUs. The job itself may have fewer.
+    own_tokens_per_s = geometric_mean(job_setting.speeds) * machine.replicas / job_setting.replicas
     return TuningSummary(
         job=source,
         sample=sample,
         spent_s=round(spent_s, 1),
         reason=search.reason,
-        own_tokens_per_s=round(
-            geometric_mean(job_setting.speeds) * machine.replicas / job_setting.replicas, 1
-        ),
+        own_tokens_per_s=round(own_tokens_per_s, 1),
         best_tokens_per_s=round(geometric_mean(best.speeds), 1),
         args=arguments_in(changed),
         env=variables_in(changed),
@@ -128,7 +138,7 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
             if setting.results
         ],
         notes={"queue": queue_note, **search.notes},
-        warnings=[f"{name}: changes answers: compare some answers before the run" for name in risky],
+        warnings=[f"{name}: may change answers: compare some answers before the run" for name in risky],
     )
 
 
@@ -149,11 +159,11 @@ def _trial_lines(trial: dict[str, Any]) -> list[str]:
     """Return the line of a trial in the table for the terminal, and a second line with its verdict."""
     signs, speeds = trial["signs"], trial["tokens_per_s"]
     speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
-    limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
+    running = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
     flags = command_line(trial["args"]) or "the job's own"
     flags += f", {trial['replicas']} replicas" if trial["replicas"] > 1 else ""
     line = (
-        f"{speed:>20} {limited:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
+        f"{speed:>20} {running:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
         f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if trial['best'] else ''}"
     )
     return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]
@@ -181,7 +191,7 @@ def tune(
     engine = engine_to_tune(job)
     if store_address(job.output.path):
         raise JobError(
-            f"output.path {job.output.path}: trials are stored on a local disk only",
+            f"output.path {job.output.path}: trials can only be stored on a local disk",
             hint="tune with --set output.path=DIRECTORY",
         )
     check_model(engine.model)
@@ -211,6 +221,7 @@ def _search(
     job = prepared.job
     sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
+    # Trials of an earlier attempt are reused only if all these facts are the same.
     facts = {
         "rows": fingerprint(job, prepared.dataset.facts(), engine.model),
         "job": [job.order, job.dedupe, job.window, job.tokenize],
@@ -281,6 +292,7 @@ class TrialHistory:
         self._base = base
         self._results = defaultdict[bytes, list[TrialResult]](list)
         for content in memory.recall("trial", about):
+            # Skip a trial that another version of batchrunner stored in another format.
             with contextlib.suppress(msgspec.MsgspecError):
                 trial = _read_trial.decode(content)
                 self._results[key_of(trial.args)].append(trial.result)
@@ -320,11 +332,11 @@ async def run_search(
         if result is None:
             remaining_s = budget_s - spent_s
             if remaining_s <= cost_of_last_s:
-                search.reason = "the time for tuning is over"
+                search.reason = "the time budget is used up"
                 return spent_s
             result = await run(request, number, remaining_s)
             if result.ended == "cut":
-                search.reason = "the time for tuning is over"
+                search.reason = "the time budget is used up"
                 return spent_s + result.cost_s
             history.add(request.args, result)
         number += 1

@@ -43,9 +43,7 @@ class TuningSample:
         if self.rows == self.of_rows:
             return f"all {counted(self.rows, 'row')}"
         blocks = counted(self.rows // BLOCK_ROWS, "block")
-        return (
-            f"{self.rows:,} of {self.of_rows:,} rows: {blocks} of {BLOCK_ROWS} rows from all over the input"
-        )
+        return f"{self.rows:,} of {self.of_rows:,} rows: {blocks} of {BLOCK_ROWS} rows, spread over the input"
 
 
 def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
@@ -87,6 +85,7 @@ def _affordable(prepared: PreparedJob) -> int:
 
 def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `blocks` blocks, which are spread evenly over the rows in the job's order."""
+    # `positions` are the ascending positions of the wanted rows among the rows of `batches`.
     spread = spread_blocks(len(rows), blocks=blocks, size=BLOCK_ROWS)
     positions: Sequence[int] = [position for block in spread for position in block]
     path = None

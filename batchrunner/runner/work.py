@@ -68,8 +68,8 @@ class WorkFinder:
         """Raise a BatchrunError if this attempt must be refused. This method changes no file.
 
         Return the `Reuse` of another run's answers if the job has `output.reuse`. With --join, return None:
-        the worker that makes the plan of the shared run creates the `Reuse` with it. The engine's `model`
-        and the version of its `weights` are compared with those of the stored results if they are known.
+        the worker that plans the shared run creates the `Reuse` then. The engine's `model` and the version of
+        its `weights` are compared with those of the stored results if they are known.
         """
         prepared, run_dir = self.prepared, self.prepared.run_dir
         reuse = None
@@ -106,7 +106,7 @@ class WorkFinder:
         plan = plan_run(self.start, RunState.of(prepared.selected(self.control.check), stored))
         discard, counts = plan.discard, RowCounts()
         if reuse is not None and plan.missing:
-            # Reused answers are stored now, so the old results are discarded before the first of them.
+            # `take` stores answers, so the old results are discarded before the first of them.
             reused = reuse.take(
                 run_dir,
                 self.lock,
@@ -115,7 +115,8 @@ class WorkFinder:
                 before_first=lambda: self.discard_outdated(plan.discard),
             )
             plan, counts = plan.with_reused(reused), reuse.counts
-            discard = "nothing" if reused else discard
+            if reused:
+                discard = "nothing"  # `before_first` has already discarded the old results.
         directory = run_dir.task_directory
         copy, order = find_sorted_copy(prepared, plan.rows, directory) or prepare_order(
             prepared, plan.rows, directory, writer=self.lock.token, check_stop=self.control.check
@@ -125,6 +126,7 @@ class WorkFinder:
             rows_of_run=len(plan.selected),
             order=order,
             counts=counts,
+            # Failed rows that are sent again are not done.
             done_before=stored.without_failed() if plan.discard == "failed rows" else stored,
             discard=discard,
         )
@@ -182,5 +184,6 @@ def plan_failed_rows(job: Job) -> None:
         stack.callback(leave, prepared)
         lock = stack.enter_context(hold_own_task(prepared.run_dir, time.sleep))
         events = EventLog(prepared.run_dir.events)
+        # The plan is on disk once `join` returns. The leases are left to the workers.
         rows, *_ = join(prepared, start, Control(), lock=lock, counts=RowCounts(), events=events)
         rows.give_back()

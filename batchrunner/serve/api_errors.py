@@ -29,7 +29,7 @@ class ApiError(web.HTTPException):
         *,
         retry_after_s: int | None = None,
     ) -> None:
-        """Take the HTTP status, the message, the wrong parameter and OpenAI's code.
+        """Make a reply with the HTTP `status`, a message, the name of the wrong parameter, and OpenAI's code.
 
         `retry_after_s` is the number of seconds after which the client may repeat the call.
         """
@@ -55,5 +55,6 @@ def parameter_error(failure: ValidationError) -> ApiError:
     error = failure.errors()[0]
     name = ".".join(map(str, error["loc"])) or "body"
     template, code = _PARAMETER_ERRORS.get(error["type"], ("Invalid '{}': {}.", "invalid_value"))
+    # In pydantic, this prefix stands before the messages of our own validators.
     message = template.format(name, error["msg"].removeprefix("Value error, "))
     return ApiError(400, message, name, code)

@@ -47,8 +47,10 @@ log = logging.getLogger(__name__)
 MOST_RUNNING = 10
 """Maximum number of batches that run on the engine at once. Several owners divide this number among them."""
 MOST_RUNNING_OF_OWNER = 2
-"""Number of batches that an owner may run at once, even if there are more owners than MOST_RUNNING allows.
-Further batches of the owner wait until one of them ends."""
+"""Minimum of the number of batches that an owner may run at once. It applies even if so many owners run
+batches that together they exceed MOST_RUNNING. Further batches of an owner wait until one of the owner's
+batches ends.
+"""
 RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
@@ -92,15 +94,18 @@ class Batches:
         self._owners = owners
         most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most_running))
-        """By owner. Held while a batch runs."""
+        """Semaphore of each owner, which a batch holds while it runs. It limits an owner's running batches.
+        """
         self._whole_file = asyncio.Lock()
-        """Held while a whole batch file is validated, or its results are written. The memory suffices for one
-        at a time."""
+        """Lock that a batch holds while its whole file is validated or its results are written. The memory
+        suffices for one batch at a time.
+        """
         self._whole_file_of = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        """By owner. Held by the batch that waits for `_whole_file`, so that owners get that lock in turn,
-        however many batches each of them has."""
+        """Lock of each owner, which a batch holds while it waits for `_whole_file`. So at most one batch of
+        each owner waits, and owners get `_whole_file` in turn, however many batches they have.
+        """
         self.lost: EngineLostError | None = None
-        """Why the server's own engine is lost for good; None while it is not."""
+        """The error with which the server's own engine was lost for good; None while the engine works."""
 
     def start(self, batch: Record) -> None:
         """Start or resume a batch."""
@@ -136,6 +141,7 @@ class Batches:
                 await self._run(batch, control)
                 break
             except Exception as failure:
+                # An engine that the server launched itself does not come back, so the server ends.
                 if isinstance(failure, EngineLostError) and launched_model(self._job(batch).engine):
                     self.lost = failure
                     self._server.drain("the engine is lost")
@@ -154,6 +160,7 @@ class Batches:
             if batch["in_progress_at"] is None:
                 async with self._whole_file_of[_owner_of(batch)], self._whole_file:
                     await asyncio.to_thread(self._validate, batch)
+                # A batch that is being cancelled keeps the status `cancelling`.
                 changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
                 await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
             await self._answer_lines(batch, control)
@@ -183,7 +190,7 @@ class Batches:
             finally:
                 turns.release()
         except BatchrunError:
-            if control.reason is None:
+            if control.reason is None:  # Otherwise the error only says that `control` stopped the batch.
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:
@@ -209,7 +216,7 @@ class Batches:
             raise BatchrunError(report.reason)
 
     async def _finish(self, batch: Record, status: str, **changes: Any) -> None:
-        """Give a batch its final status, with further changes, and delete its run."""
+        """Store the final status of a batch, with other `changes` of its record, and delete its run."""
         await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now(), **changes})
         run = self._state.path_of(BATCHES, batch["id"])
         await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
@@ -221,9 +228,10 @@ class Batches:
         return job_of_batch(str(requests), str(run), **self._options)
 
     def _validate(self, batch: Record) -> None:
-        """Raise InputError for a file that has no requests, or one for another endpoint than the batch's.
+        """Raise InputError if the file has no requests, or a request is not for the batch's endpoint.
 
-        Raises BatchFileError for lines with unusable custom_ids. Other faults of a line fail that line alone.
+        Raises BatchFileError for lines with unusable custom_ids. With any other fault, only the line itself
+        fails.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows
@@ -259,7 +267,7 @@ class Batches:
         """Write the files of answered and failed lines; return the changes of the batch's record.
 
         The names of the files follow from the batch's ID, so after a kill the next try replaces these files.
-        `reason` says why the batch ended early. Each unanswered line gets it as its error.
+        If the batch ended early, `reason` says why, and becomes the error of each unanswered line.
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())

@@ -40,7 +40,7 @@ class NewBatch(Parameters):
 
 
 class BatchesApi:
-    """Handlers of the calls."""
+    """Handlers of the calls that change batches."""
 
     def __init__(
         self,
@@ -95,6 +95,7 @@ class BatchesApi:
         batch = self._records.one(request)
         if batch["status"] in {"validating", "in_progress"}:
             await self._batches.cancel(batch)
+        # `cancel` changes the status. A batch that was being cancelled already is returned unchanged.
         if batch["status"] != "cancelling":
             raise ApiError(409, f"Cannot cancel a batch with status '{batch['status']}'.")
         return request[OWNER_OF_CALL].view(batch)

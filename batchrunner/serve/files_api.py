@@ -28,7 +28,7 @@ that is less."""
 
 
 class Parameters(BaseModel):
-    """Base class of the parameters of a call, which refuses unknown ones."""
+    """Base class for the parameters of a call. Unknown parameters are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,12 +49,15 @@ class NewFile(Parameters):
 
 
 class FilesApi:
-    """Handlers of the calls."""
+    """Handlers of the calls for files."""
 
     def __init__(
         self, *, state: State, owners: Owners, records: Records, most_bytes: int, most_files: int
     ) -> None:
-        """Accept `most_files` files of at most `most_bytes` bytes; each owner may fill its part of them."""
+        """Accept at most `most_files` files of at most `most_bytes` bytes each.
+
+        If there are several owners, each may store only a fraction of these files, according to its share.
+        """
         self._state, self._owners, self._records = state, owners, records
         self._most_bytes, self._most_files = most_bytes, most_files
         self._uploading = Counter[str]()
@@ -78,7 +81,9 @@ class FilesApi:
             except FORM_ERRORS:
                 raise ApiError(400, "The upload is not a complete multipart/form-data form.") from None
             new_file = NewFile.model_validate(fields).model_dump()
-            self.check_count(owner)  # again, because the owner's other uploads may have ended meanwhile
+            # Check again, because other uploads of the owner may have ended during this one.
+            self.check_count(owner)
+            # Closing the stack gives the temporary file its final name, durably.
             await asyncio.to_thread(stack.pop_all().close)
         record = await self._state.add_file(name, owner=owner.name, filename=new_file.pop("file"), **new_file)
         return owner.view(record)
@@ -88,7 +93,7 @@ class FilesApi:
         fields: Record = {}
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader) or len(fields) == MOST_FIELDS:
-                raise ValueError
+                raise ValueError  # `upload` turns this into an ApiError.
             if part.name == "file":
                 await self._write_part(part, target, owner)
                 # File names may have lone surrogates, which no JSON can hold.
@@ -108,6 +113,7 @@ class FilesApi:
             with target.open("wb") as content:
                 while block := await part.read_chunk(BLOCK_BYTES):
                     size += len(block)
+                    # Counted before it is written, so that parallel uploads do not exceed the limit together.
                     self._uploading[owner.name] += len(block)
                     stored = self._state.stored_bytes
                     await asyncio.to_thread(
@@ -125,11 +131,13 @@ class FilesApi:
         """Write a block of an upload.
 
         Raises ApiError if the file is too large, if the disk is nearly full, or if the owner has filled its
-        `part` of the disk. `used` are the bytes of the owner's files and uploads, `used_by_all` those of all.
+        `part` of the disk. `used` is the number of bytes that the owner's files and uploads take;
+        `used_by_all` is this number for all owners together.
         """
         if content.tell() + len(block) > self._most_bytes:
             raise ApiError(413, f"'file' is larger than {self._most_bytes} bytes.", "file", "too_large")
         disk = shutil.disk_usage(content.name)
+        # The owner may fill its part of all space that uploads can have: what they use now, and what is free.
         free = disk.free - min(RESERVED_SHARE * disk.total, RESERVED_BYTES)
         if free < 0 or used > (used_by_all + free) * part:
             raise ApiError(413, "The disk is nearly full: delete files.", "file", "disk_full")

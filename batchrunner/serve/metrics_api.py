@@ -10,7 +10,7 @@ from batchrunner.serve.state import BATCHES, FILES, Record, State
 
 
 class MetricsApi:
-    """Handlers of the calls."""
+    """Handlers of the calls for operators."""
 
     def __init__(self, state: State) -> None:
         self._state = state

@@ -48,7 +48,9 @@ class Owner(BaseModel):
     max_queued_requests: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of requests of unfinished batches that have no result yet."""
     max_tokens_per_day: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of prompt and output tokens a day (UTC). Batches pause once they are used up."""
+    """Maximum number of prompt and output tokens a day (UTC). The owner's batches pause when these tokens are
+    used up.
+    """
     admin: bool = False
     """Whether the owner sees the files and batches of all owners, and the metrics."""
 
@@ -66,7 +68,7 @@ class Owner(BaseModel):
         return self.sha256 or digest_of(self.key.get_secret_value() if self.key else "")
 
     def may_see(self, record: Record) -> bool:
-        """Tell whether a file or batch exists for this owner."""
+        """Tell whether this owner may see a file or batch. For any other owner, it does not exist."""
         return self.admin or record.get(OWNER) == self.name
 
     def view(self, record: Record) -> Record:
@@ -87,7 +89,7 @@ def digest_of(key: str) -> str:
 
 
 def read_owners(path: Path) -> list[Owner]:
-    """Return the owners in a file of keys; raises JobError, whose text repeats nothing of the file."""
+    """Return the owners in a file of keys; raise JobError, whose text quotes nothing of the file."""
     try:
         tree = yaml.safe_load(path.read_text("utf-8-sig"))
         owners = _read_owners.validate_python(tree, strict=True)
@@ -95,7 +97,8 @@ def read_owners(path: Path) -> list[Owner]:
         raise JobError(f"--keys {path}: cannot be read: {failure.strerror}") from None
     except ValidationError as failure:
         error = failure.errors(include_input=False, include_url=False)[0]
-        # A key that stands in a wrong place may be the name of a field, so only known names are repeated.
+        # The message must not show a key of an owner that stands in a wrong place. So of the error's
+        # location, only known field names and positions are shown.
         place = [part for part in error["loc"] if isinstance(part, int) or part in Owner.model_fields]
         where = f"entry {place[0] + 1}" if place and isinstance(place[0], int) else "the file"
         field = f", {place[1]}" if len(place) > 1 else ""
@@ -164,14 +167,14 @@ class Owners:
     def owner_of(self, key: str) -> Owner | None:
         """Return the owner of an API key; None if nobody has this key.
 
-        Every key is compared, so that the time tells nothing.
+        Every key is compared, so that the response time does not reveal which key nearly matched.
         """
         digest = digest_of(key)
         matching = [owner for owner in self._owners if hmac.compare_digest(owner.digest, digest)]
         return matching[0] if matching else None
 
     def part_of(self, owner: Owner) -> float:
-        """Return the part of disk and files that an owner may fill, from 0 to 1."""
+        """Return the fraction of the disk and of the number of files that an owner may use, from 0 to 1."""
         return owner.share / sum(each.share for each in self._owners) if self.are_several else 1.0
 
     def account_of(self, name: str) -> Account:
@@ -181,6 +184,7 @@ class Owners:
         """
         if not self.are_several:
             return Account()
+        # An account is made at its first use. `read_again` changes it when the file of keys changes.
         if name not in self._accounts:
             account = self._accounts[name] = Account(tokens=self._tokens.get(name, 0))
             for owner in self._owners:
@@ -189,7 +193,12 @@ class Owners:
         return self._accounts[name]
 
     def count_call(self, owner: Owner, calls: float = 1.0) -> None:
-        """Count calls of an owner; raises ApiError if there are too many a second."""
+        """Count calls of an owner; raises ApiError if there are too many a second.
+
+        This is a token bucket: the number of available calls grows by CALLS_A_SECOND each second, up to
+        MOST_CALLS_AT_ONCE, and each call uses up one. The number may become negative, because a call is
+        refused only if it is negative before.
+        """
         if owner.admin:
             return
         now = time.monotonic()
@@ -218,13 +227,13 @@ class Owners:
                 raise ApiError(429, message, code=RATE_LIMIT, retry_after_s=RETRY_AFTER_S)
 
     def may_queue(self, name: str, requests: int) -> int | None:
-        """Return the owner's limit of queued requests if `requests` exceed it, else None."""
+        """Return the owner's limit of queued requests if `requests` exceed it; None if they are allowed."""
         limits = (owner.max_queued_requests for owner in self._owners if owner.name == name)
         limit = next(limits, None)
         return limit if limit is not None and requests > limit else None
 
     def save_usage(self) -> None:
-        """Write the tokens of this day; on a new day, start from 0. Raises StorageError."""
+        """Save how many tokens each owner has used today; on a new day, count from 0. Raises StorageError."""
         if not self.are_several:
             return
         today = _today()
@@ -232,6 +241,7 @@ class Owners:
             self._day, self._tokens = today, {}
             for account in self._accounts.values():
                 account.tokens = 0
+        # Only owners with a batch since the server's start have an account. The others keep their number.
         self._tokens |= {name: account.tokens for name, account in self._accounts.items()}
         write_json(self._usage, {"day": self._day, "tokens": self._tokens})
 

@@ -69,6 +69,7 @@ class Records:
         records: list[dict[str, Any]] = [self._records[kind][name] for name in visible]
         matching = [record for record in records if page.purpose in {None, record.get("purpose")}]
         data = [owner.view(record) for record in matching[: page.limit]]
+        # A page with many records counts as several calls.
         self._owners.count_call(owner, len(data) / RECORDS_A_CALL)
         return {
             "object": "list",

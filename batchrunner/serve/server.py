@@ -44,7 +44,7 @@ LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
-"""Seconds between two deletions of expired files, after which the used tokens are also saved."""
+"""Interval in seconds at which expired files are deleted and the numbers of used tokens are saved."""
 
 
 class Api:
@@ -97,7 +97,7 @@ class Api:
 
     @web.middleware
     async def _reply(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Authorize a call, handle it, and turn each error into one of OpenAI's API."""
+        """Authorize a call, handle it, and turn each error into an error object of OpenAI's API."""
         try:
             if request.path != "/health":
                 owner = request[OWNER_OF_CALL] = self._owner_of(request)
@@ -126,7 +126,7 @@ class Api:
         if not self._owners.need_key:
             try:
                 host = (request.url.host or "").lower()
-            except ValueError:  # the header Host has a port beyond 65535, for example
+            except ValueError:  # the header Host is malformed, for example its port is beyond 65535
                 host = ""
             if host not in LOCAL_HOSTS or "Origin" in request.headers:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
@@ -152,6 +152,7 @@ async def open_engine_patiently(
                 engine = await open_engine_of(
                     job, task, log_directory=log_directory, control=control, stack=opening
                 )
+                # `opening` closes an engine that fails to open; from here on, `stack` closes the engine.
                 stack.push_async_callback(opening.pop_all().aclose)
                 return engine
         except EngineAwayError as failure:
@@ -228,7 +229,8 @@ async def serve(
 
         stack.enter_context(SignalWatch(handle, SIGNALS))
         address = f"--port {port}, --host {host}"
-        with using_run(address):  # Report an address in use before the model loads.
+        # Bind the address once, so that an address in use is reported before the model loads.
+        with using_run(address):
             (await loop.create_server(asyncio.Protocol, host, port)).close()
         shared = await open_engine_patiently(job, task, log_directory=directory, control=control, stack=stack)
         batches = Batches(state=state, engine=shared, options=options, server=control, owners=owners)
@@ -249,9 +251,10 @@ async def serve(
         await runner.setup()
         with using_run(address):
             await web.TCPSite(runner, host, port).start()
-        for batch in state.unfinished_batches():  # those that an earlier start of the server left
+        for batch in state.unfinished_batches():  # batches that an earlier start of the server did not finish
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         await _sweep_until(stop_event, state, owners)
-    if batches.lost is not None:  # Not a signal, but the loss of the launched engine has ended the server.
+    # The server ended because its engine was lost, not because of a signal.
+    if batches.lost is not None:
         raise batches.lost

@@ -33,7 +33,9 @@ FILES, BATCHES = "files", "batches"
 OWNER = "owner"
 """Key of a record with the name of its owner; empty on a server with one owner."""
 _SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
-"""Names of contents, runs and temporary files. Nothing else in the directory is touched."""
+"""Matches the names that the server gives to file contents, runs and temporary files. Nothing else in the
+directory is touched.
+"""
 FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -65,6 +67,7 @@ class State:
                 if _SERVER_NAMES.fullmatch(path.stem):
                     with using_run(str(path)):
                         self.records[kind][path.stem] = json.loads(path.read_bytes())
+        # The run of a finished batch is no longer used. Content without a record was not written to its end.
         used_names = {*self.records[FILES], *(batch["id"] for batch in self.unfinished_batches())}
         for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
             if not _SERVER_NAMES.fullmatch(path.name) or path.name in used_names:
@@ -134,7 +137,8 @@ class State:
         `filename` is the name that clients see.
         """
         created = now()
-        replaced = self.records[FILES].get(name)  # results that were written just before a kill
+        # A file of the same name, if a kill came just after these results were written.
+        replaced = self.records[FILES].get(name)
         record = await self.save(FILES, {
             "id": name,
             "object": "file",
@@ -165,6 +169,7 @@ class State:
         """Delete a file's record durably, then its content."""
         content = self.path_of(FILES, name)
         with writing(content):
+            # After a kill between the steps, the next start deletes content that has no record.
             content.with_name(f"{name}.json").unlink(missing_ok=True)
             sync_directory(content.parent)
             content.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 """Environment variable with the maximum number of tokens that SGLang reserves for a request's output
 (schedule_policy.py)."""
 VARIABLES = frozenset({CLIP})
-"""Environment variables that are treated like flags."""
+"""Settings that tuning handles like flags, although they are environment variables of the server."""
 MAX_BLANKS_FLAG = "constrained-json-max-whitespace-cnt"
 """Flag for the maximum number of blanks between two tokens of JSON that follows a schema (xgrammar). Without
 the flag, there is no maximum."""
@@ -60,13 +60,15 @@ class Flags:
         return next((spelling for spelling in names if spelling in self.names), None)
 
     def setting(self, name: str, value: Any) -> dict[str, Any]:
-        """Return a flag and its value as `engine.args` of this version.
+        """Translate a flag and its value for this version of SGLang; return them as in `engine.args`.
 
-        An older spelling may need another value. Return {} if the version lacks the flag or the value.
+        `name` is the flag's newest spelling; an older spelling may need another value. Return {} if the
+        version lacks the flag or does not allow the value.
         """
         spelling = name if name in VARIABLES else self.spelling(name)
         if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
             return {}
+        # Older spellings are switches: True sets a switch, and None leaves it out.
         if spelling == "enable-dp-attention":
             return {spelling: True, "dp-size": value}
         if spelling.startswith("enable-"):
@@ -86,7 +88,7 @@ LARGEST = 1e15
 
 
 def number(value: Any) -> float | None:
-    """Return a value from another program as a float if it is a plausible number, else None."""
+    """Return a number from another program as a float; None if it is no number or is absurdly large."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < LARGEST else None
 
@@ -115,7 +117,7 @@ def variables_in(args: Mapping[str, Any]) -> dict[str, str]:
 
 
 def numbers_in(env: Mapping[str, str]) -> dict[str, int]:
-    """Return the variables of `engine.env` that are treated like flags, as integers."""
+    """Return the variables of `engine.env` that are tuned like flags (VARIABLES), as integers."""
     return {name: int(value) for name, value in env.items() if name in VARIABLES and value.isdecimal()}
 
 
@@ -218,7 +220,7 @@ def slots_per_request(arguments: Mapping[str, Any]) -> int:
 
 @functools.cache
 def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
-    """Return the flags that an interpreter's SGLang lists in its `--help`; see `installed`."""
+    """Run SGLang's `--help` with an interpreter, and return the flags that it lists. The result is cached."""
     from batchrunner.sglang.device import has_gpu, output_of, program_environment  # noqa: PLC0415
 
     environment = program_environment(dict(environ), cpu=not has_gpu())

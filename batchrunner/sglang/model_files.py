@@ -37,7 +37,7 @@ def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether a model is a mixture of experts, by its config.json."""
-    section = config.get("ffn_config")  # Dbrx has the number of experts in this section
+    section = config.get("ffn_config")  # Dbrx has the number of experts in the section ffn_config
     sections = [config, section] if isinstance(section, dict) else [config]
     return any(_largest(section.get(name)) > 1 for section in sections for name in EXPERTS)
 
@@ -94,8 +94,8 @@ def model_directory(model: str, revision: str | None = None) -> Path:
     cache = Path(hub_cache or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
-    # A branch or tag has a file with its commit. There is none if the revision is a commit, or if the model
-    # is not in the cache.
+    # In the Hub's cache, the file of a branch or tag holds its commit. The file is missing if the revision is
+    # itself a commit, or if the model is not in the cache.
     with contextlib.suppress(OSError, ValueError):
         commit = (repository / "refs" / commit).read_text(encoding="utf-8").strip()
     return repository / "snapshots" / commit
@@ -118,7 +118,7 @@ def check_model(model: str) -> None:
 _LEADS_ELSEWHERE = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
 )
-"""Matches environment variables with which a server may find its model where this process does not look."""
+"""Matches environment variables that can make the server find its model where this process does not look."""
 HUB_TIMEOUT_S = 10.0
 """Maximum seconds for a request to the Hub."""
 HUB_TRIES = 3
@@ -175,7 +175,8 @@ def check_on_hub(spec: ServerEngine) -> None:
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
     """Tell whether a server may find its model in a place that this process does not know."""
-    if spec.cache_dir is not None:  # the files must be local, and the code that copies them checks that
+    # The files are copied from a local directory, and the copying code reports missing files.
+    if spec.cache_dir is not None:
         return True
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
     return has_variable or name_in(spec.args, "download-dir") in spec.args
@@ -236,10 +237,11 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     head_dim = config.get("head_dim")
     if not head_dim and isinstance(heads, int) and isinstance(config.get("hidden_size"), int):
         head_dim = config["hidden_size"] // heads
-    sizes = [size for size in (layers, kv_heads, head_dim) if isinstance(size, int) and size > 0]
-    if has_latent_attention(config) or len(sizes) < 3:  # noqa: PLR2004
+    sizes = [layers, kv_heads, head_dim]
+    has_all_sizes = all(isinstance(size, int) and size > 0 for size in sizes)
+    if has_latent_attention(config) or not has_all_sizes:
         return None
-    return 2 * width * math.prod(sizes)
+    return 2 * width * int(math.prod(sizes))  # 2, because each head has a key and a value
 
 
 INDEX = "model.safetensors.index.json"

@@ -15,9 +15,9 @@ from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.situation import Situation
 
 EXPECTED = 0.05
-"""Expected relative gain of an untried step for each doubling of its flag, or of the running requests or the
-speed if the advice predicts them. So a step from 4 to 64 running requests promises more than one from 4 to 8.
-A step is untried if no run with this model, machine and kind of job has measured it."""
+"""Expected relative gain of one doubling, for a step that no run with this model, machine and kind of job has
+measured. What is doubled is the flag, or the running requests or speed that the advice predicts. So a step
+from 4 to 64 running requests promises more than a step from 4 to 8."""
 RESERVATION_FLAG = "schedule-conservativeness"
 """Flag that sets how much of the KV pool the scheduler reserves for outputs. It is lowered together with a
 rise of `max_running_requests` or of the state pool. While one of these limits is the bottleneck, load samples
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     """A change of flags or variables."""
 
     name: str
-    """Names of the rules that call for the step, each with the old values of its flags."""
+    """Key of the step: the rules that call for it, each with the old values of its flags."""
     args: Mapping[str, Any]
     """New values of the flags and variables."""
     why: str
@@ -69,12 +69,14 @@ def steps_for(
     steps: list[tuple[Step, float]] = []
     for advice in apply_all(situation, flags):
         args = {**advice.args, **advice.env}
+        # If more requests may run, the memory that is reserved for outputs would be the next limit.
         if args and advice.rule in WIDER and may_change(RESERVATION_FLAG) and _reserves_too_much(situation):
             args |= next_setting("held", RESERVATION_FLAG, situation.server, flags)
         if advice.rule not in ADAPTING_RULES or not args or not all(map(may_change, args)):
             continue
         old = {name: situation.server.now(name) for name in args}
         name = f"{advice.rule}, {command_line(old)}"
+        # The expected gain of an untried step grows with the size of the change; see EXPECTED.
         doublings = _doublings(old, args)
         would_run = advice.evidence.get("would_run")
         if would_run:
@@ -104,6 +106,8 @@ def gain_over_others(ratios: Sequence[float], ratios_of_others: Sequence[Sequenc
 
     Each ratio divides a rate after the step by the same rate before it. The rates are output tokens/s and
     all tokens/s. The gain is the smaller one of the two rates, or 0 if one rate rose and the other fell.
+    Each ratio is divided by the others' mean, because rows may get longer or shorter for all servers. Without
+    other servers, the mean counts as 1.
     """
     mean_of_others = [fmean(others) for others in zip(*ratios_of_others, strict=True)] or [1.0] * len(ratios)
     gains = [ratio / others - 1 for ratio, others in zip(ratios, mean_of_others, strict=True)]

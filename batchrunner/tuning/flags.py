@@ -115,7 +115,8 @@ tuning guides: "typically 160-256")."""
 LEAST_POOL = 0.05
 """Minimum size of a useful KV pool, as a fraction of the GPU's memory."""
 DP_ATTENTION_CONSERVATIVENESS = 0.3
-"""Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
+"""Factor by which SGLang multiplies `--schedule-conservativeness` if DP attention is on
+(parallel_hook.py)."""
 _DIVIDED = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
 """Flags whose values DP attention divides by the number of its ranks. Each rank logs its own share."""
 _TOTALS = {"max-running-requests", "max-mamba-cache-size"}
@@ -153,7 +154,10 @@ def in_effect(facts: Facts, flag: str) -> float | None:
 
 
 def as_flag(facts: Facts, flag: str, value: float) -> float:
-    """Return the value to write for the flag so that each scheduler gets `value`."""
+    """Return the value to write for the flag so that each scheduler gets `value`.
+
+    With DP attention, SGLang divides some flags by the number of ranks, and multiplies another by a factor.
+    """
     if facts.attn_dp > 1 and flag in _DIVIDED:
         return value * facts.attn_dp
     if facts.attn_dp > 1 and flag == "schedule-conservativeness":
@@ -170,7 +174,7 @@ def least_fraction(facts: Facts) -> float:
 NORMAL = 1.0
 """SGLang's default of `--schedule-conservativeness`."""
 LESS_CONSERVATIVE = 0.3
-"""`--schedule-conservativeness` that SGLang's tuning guides advise if it admits too few requests."""
+"""`--schedule-conservativeness` that SGLang's tuning guides advise if a scheduler admits too few requests."""
 LEAST_CONSERVATIVE = 0.1
 """Lower `--schedule-conservativeness` than SGLang's tuning guides advise; only trials use it."""
 MORE_CONSERVATIVE = 1.3
@@ -179,10 +183,10 @@ MOST_CONSERVATIVE = 1 / 0.7
 """From this `--schedule-conservativeness` on, a scheduler reserves memory for all of `max_new_tokens`,
 because it reserves the fraction min(0.7 x conservativeness, 1)."""
 MOST_CLIP = 4096
-"""SGLang's default of the clip: the maximum of an output's length, in tokens, for which it reserves
-memory."""
+"""SGLang's default clip for reserved output: it reserves memory for at most this many tokens of each
+output."""
 SHORTER = 0.9
-"""A lower clip is worth a change only if it is below this fraction of the present one."""
+"""The clip is lowered only if the new value is below this fraction of the present one."""
 FEWER = 0.9
 """If the KV pool is too small, `--max-running-requests` falls to this fraction of the running requests."""
 MOST_RUNNING = 4096
@@ -220,7 +224,8 @@ GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
 GRAPH = 64
 """First value to try for the largest batch with a CUDA graph, in requests, if the present one is unknown."""
 LEAST_GRAPH = 16
-"""Minimum of the largest batch with a CUDA graph, in requests, that is tried. SGLang itself proposes it."""
+"""Lower limit, in requests, for the tried values of the largest batch with a CUDA graph. An error message of
+SGLang proposes the value."""
 NGRAM = "speculative-algorithm"
 """Flag that turns on n-gram speculation (value NGRAM)."""
 CORPUS_FLAG = "speculative-ngram-external-sam-budget"
@@ -263,7 +268,11 @@ NextValues = Callable[[Server], Sequence[Any]]
 
 
 def _bolder(s: Server) -> list[float]:
-    """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests."""
+    """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests.
+
+    The first is the value of the guides, or a value below theirs if the flag has the guides' value already.
+    The second is SGLang's default, which only helps a flag above the default.
+    """
     name = "schedule-conservativeness"
     present = s.now(name) or NORMAL
     low = as_flag(s.facts, name, LESS_CONSERVATIVE)
@@ -308,8 +317,9 @@ def _half_pool(s: Server) -> list[int]:
 def _good_fraction(s: Server) -> list[float]:
     """Return the `--mem-fraction-static` that leaves as much memory free as SGLang's tuning guides advise.
 
-    The fraction has room for at least the weights and a useful KV pool. The list is empty if no such fraction
-    lies in the direction in which the free memory has to change.
+    The fraction has room for at least the weights and a useful KV pool. If too much memory is free, the
+    fraction must exceed the present one; if too little is free, it must be lower. Otherwise the list is
+    empty.
     """
     present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
     if present is None or spare_gb is None or not card:
@@ -319,7 +329,7 @@ def _good_fraction(s: Server) -> list[float]:
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
     steps = math.floor(surplus_gb / card / FRACTION_STEP)
     if is_raise:
-        # Callers ask for a raise only if far more is free than the guides advise, so one step is safe.
+        # Callers ask for a larger fraction only if far more memory is free than advised, so one step is safe.
         steps = max(1, steps)
     least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
     target = round(min(HIGHEST_FRACTION, max(least, present + steps * FRACTION_STEP)), 3)
@@ -352,7 +362,10 @@ def _lower_fraction(s: Server) -> list[float]:
 
 
 def _fraction_for_pool(s: Server) -> list[float]:
-    """Return a `--mem-fraction-static` above the minimum that SGLang's error message names."""
+    """Return a `--mem-fraction-static` that leaves room for a KV pool.
+
+    It is higher than the present one, and than the minimum that SGLang's error message names.
+    """
     minimum = re.search(r"above (0\.\d+)", s.why)
     base = max(s.now("mem-fraction-static") or FRACTIONS[0], float(minimum[1]) if minimum else 0.0)
     fraction = round(base + ROOM_STEP, 3)
@@ -360,7 +373,11 @@ def _fraction_for_pool(s: Server) -> list[float]:
 
 
 def _larger_chunk(s: Server) -> list[int]:
-    """Return twice the present prefill chunk in tokens, then MOST_TIMES its size; at most LARGEST_CHUNK."""
+    """Return two larger prefill chunks, in tokens, of at most LARGEST_CHUNK.
+
+    The first is twice the present chunk, but at least the smallest size of the guides. The second is
+    MOST_TIMES the present chunk.
+    """
     present = int(s.now("chunked-prefill-size") or 0)
     if not 0 < present < LARGEST_CHUNK:
         return []
@@ -371,7 +388,7 @@ def _larger_chunk(s: Server) -> list[int]:
 def _smaller_chunk(s: Server) -> list[int]:
     """Return the steps down of the prefill chunk, in tokens."""
     present = s.now("chunked-prefill-size")
-    if present is None or present <= 0:  # unknown, or prompts are not computed in chunks
+    if present is None or present <= 0:  # The chunk size is unknown, or chunking is off.
         return [*CHUNKS]
     return [chunk for chunk in CHUNKS if chunk < present]
 
@@ -387,6 +404,7 @@ def _more_running(s: Server) -> list[int]:
         return []
     name = "max-running-requests"
     present = int(s.now(name) or 0)
+    # Running requests fill the fraction `usage` of the pool, so running / usage requests fit.
     fitting = as_flag(s.facts, name, max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
     power_of_two = 2 ** math.ceil(math.log2(fitting))
     target = min(power_of_two, MOST_RAISE * present, max(MOST_RUNNING, present))
@@ -397,7 +415,8 @@ def _more_running(s: Server) -> list[int]:
 def _fewer_running(s: Server) -> list[int]:
     """Return three quarters of the requests that ran, or of `--max-running-requests` if that is lower."""
     limits = (int(s.now("max-running-requests") or 0), int(_running(s)))
-    lower = 3 * min((limit for limit in limits if limit), default=0) // 4  # 0 stands for unknown
+    # The filter drops zeros, because 0 means that a limit is unknown.
+    lower = 3 * min((limit for limit in limits if limit), default=0) // 4
     return [lower] if lower >= LEAST_RUNNING else []
 
 
@@ -435,7 +454,7 @@ def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
     pool, share = s.facts.states, s.facts.state_share
     if pool is None or not share or s.running < 1:
         return 0
-    # Fractions of the memory of both pools that a request takes.
+    # Both variables are fractions of the two pools' memory that one request takes.
     states = per_request * size * share / pool.slots
     tokens = (1 - share) * s.usage / GUIDES.usage_good / s.running
     most_in_both = 1 / (states + tokens)
@@ -459,7 +478,7 @@ def state_args(
     if s.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(s.facts, "max-mamba-cache-size", slots))}
     new_share = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
-    ratio = new_share / (1 - new_share)  # of the state pool's memory to the KV pool's
+    ratio = new_share / (1 - new_share)  # memory of the state pool divided by that of the KV pool
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
 
 
@@ -471,15 +490,19 @@ def _state_pool(flag: str, *, grows: bool) -> NextValues:
         if pool is None:
             return []
         slots = state_slots(s, pool.per_request)
-        is_worth_it = slots >= LARGER_POOL * pool.slots if grows else 0 < slots * LARGER_POOL <= pool.slots
-        args = state_args(s, pool.per_request) if is_worth_it else {}
+        # A small change of the pool would not be worth a restart. `slots` is 0 if too little is known.
+        if grows and slots < LARGER_POOL * pool.slots:
+            return []
+        if not grows and not 0 < slots * LARGER_POOL <= pool.slots:
+            return []
+        args = state_args(s, pool.per_request)
         return [args[flag]] if flag in args else []
 
     return values
 
 
 def _twice_ratio(s: Server) -> list[float]:
-    """Return twice the present memory ratio of state pool to KV pool, if it sets the state pool's size."""
+    """Return twice the present ratio of state pool to KV pool; empty if another flag sizes the state pool."""
     if s.facts.sizes_states:
         return []
     doubled = 2 * (s.now("mamba-full-memory-ratio") or STATE_RATIO)
@@ -487,13 +510,16 @@ def _twice_ratio(s: Server) -> list[float]:
 
 
 def _twice_slots(s: Server) -> list[int]:
-    """Return twice the present number of state slots, if the arguments set it."""
+    """Return twice the present number of state slots; empty if the arguments do not set this number."""
     slots = s.now("max-mamba-cache-size")
     return [int(2 * slots)] if slots else []
 
 
 def _lazy_states(s: Server) -> list[str]:
-    """Return the strategy with fewer slots per request that still caches prefixes and overlaps passes."""
+    """Return the state strategy that takes fewer slots per request.
+
+    Like the present strategy, it caches prefixes and lets SGLang prepare a pass during the previous pass.
+    """
     strategy, pool = s.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), s.facts.states
     saves_slots = pool is not None and strategy == "extra_buffer" and pool.per_request > LAZY_SLOTS
     return ["extra_buffer_lazy"] if saves_slots and not _cache_off(s) else []
@@ -502,7 +528,8 @@ def _lazy_states(s: Server) -> list[str]:
 def _cache_off(s: Server) -> list[bool]:
     """Return `--disable-radix-cache` true if prompts are known to share no prefixes.
 
-    Cached states take most of the state pool. If a request takes a single slot, the cache is off already.
+    Without the cache, running requests get the state slots that cached prefixes occupied. If each request
+    takes only one slot, the cache is already off.
     """
     if s.shared is None or s.shared >= GUIDES.shared:
         return []
@@ -525,8 +552,8 @@ def slots_after(args: Mapping[str, Any], per_request: int) -> int:
 def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
     """Return the flags that must change together with a flag; empty if no other flag must change.
 
-    With NGRAM, these are the limit on running requests and the budget for a corpus. With a flag that changes
-    the size or number of states, they fit the state pool of a hybrid model to the changed states.
+    With n-gram speculation (NGRAM), these flags limit the running requests and set the budget for a corpus.
+    If a flag changes the size or number of a hybrid model's states, its state pool is resized to match.
     """
     if name == NGRAM:
         return _with_ngrams(s)
@@ -536,7 +563,8 @@ def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
     if name not in {"disable-radix-cache", STATE_STRATEGY, "mamba-ssm-dtype"}:
         return {}
     per_request = slots_after({name: value}, pool.per_request)
-    size = 0.5 if name == "mamba-ssm-dtype" else 1.0
+    size = 0.5 if name == "mamba-ssm-dtype" else 1.0  # states of 16 bits instead of 32
+    # Only without the prefix cache a request takes a single slot.
     return state_args(s, per_request, size, without_cache=per_request == 1)
 
 
@@ -550,7 +578,7 @@ def best_backends(facts: Facts) -> Sequence[str]:
         return ()
     if not facts.is_mla or card == "hopper":
         return _BACKENDS[card]
-    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # SGLang uses triton elsewhere.
+    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # On other GPUs SGLang chooses triton.
 
 
 def _other_backends(s: Server) -> list[str]:
@@ -608,7 +636,7 @@ def _other_layouts(s: Server) -> list[int]:
         sizes.append(facts.tp // 2)
     if facts.idle_gpus >= facts.gpus:
         sizes.append(2 * facts.tp)
-    # If the number of heads is unknown, a power of two probably divides it.
+    # If the number of heads is unknown, it is assumed to be divisible by any power of two.
     heads = facts.config.get("num_attention_heads") or MOST_RUNNING
     return [size for size in sizes if heads % size == 0]
 
@@ -616,9 +644,9 @@ def _other_layouts(s: Server) -> list[int]:
 def _ngrams(s: Server) -> list[str]:
     """Return NGRAM if it promises a clear gain, and this server can use it without a change of answers.
 
-    SGLang refuses DP attention, and most attention backends with pages of several tokens. On other GPUs than
-    NVIDIA's it would decode greedily, whatever the temperature. A mixture of experts reads more experts to
-    check more tokens, a cost that is not known here.
+    With NGRAM, SGLang refuses DP attention, and most attention backends with pages of several tokens. On GPUs
+    of other makers than NVIDIA, NGRAM decodes greedily, whatever the temperature. For a mixture of experts
+    the gain is unknown, because more checked tokens read more experts.
     """
     facts, arguments = s.facts, s.facts.arguments
     pages_fit = arguments.get("page_size") in {None, 1} or arguments.get("attention_backend") == "flashinfer"
@@ -639,11 +667,11 @@ def takes_corpus(arguments: Mapping[str, Any]) -> bool:
 
 
 def _with_ngrams(s: Server) -> dict[str, Any]:
-    """Return the flags beside NGRAM: room for the requests that run now, and drafts from a corpus.
+    """Return the flags to set together with NGRAM: a limit on running requests, and a budget for a corpus.
 
-    Without the first, SGLang would run at most 48 requests.
+    The limit has room for the requests that run now. Without it, SGLang would run at most 48 requests.
     """
-    room = 2 ** math.ceil(math.log2(max(s.running, 1)))
+    room = 2 ** math.ceil(math.log2(max(s.running, 1)))  # the smallest sufficient power of two
     most = s.now("max-running-requests")
     budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(s.facts.arguments) else {}
     return {"max-running-requests": min(int(most), room) if most else room, **budget}
@@ -701,14 +729,14 @@ class Flag:
     schedules: bool = False
     """Whether the flag changes only the order and the batches in which rows are computed."""
     small_steps: bool = False
-    """Whether the gain of one step is smaller than the noise of measured times."""
+    """Whether one step of the flag gains less than the noise of measured times."""
     changes_answers: bool = False
     """Whether the model's answers change with the flag."""
 
     def fits(self, sign: str, server: Server) -> bool:
         """Return whether a change of this flag may cure `sign` on this server.
 
-        The server must have what the flag needs. A server of a task that generates no tokens shows no sign of
+        The server must meet the flag's needs. A server without generated tokens cannot show the signs in
         OF_DECODING.
         """
         has_needs = self.needs is None or NEEDS[self.needs](server.facts)
@@ -729,7 +757,7 @@ FLAGS: Mapping[str, Flag] = {
                 "layout": Move(
                     _other_layouts,
                     rule="halved or doubled, with replicas to match",
-                    source="arithmetic; not tried on a GPU",
+                    source="computed; not tried on a GPU",
                     cost=(
                         "with fewer GPUs per replica, its KV pool has less room; with more, GPUs wait for "
                         "each other"
@@ -790,13 +818,13 @@ FLAGS: Mapping[str, Flag] = {
                     _higher_fraction,
                     rule="up: so that 6.5 GB stay free, then by 0.01",
                     source="G1, G2, G4",
-                    cost="the server is nearer to running out of memory",
+                    cost="memory may run out",
                 ),
                 "memory-left": Move(
                     _good_fraction,
                     rule="up: so that 6.5 GB stay free",
                     source="G1, G2, G4",
-                    cost="the server is nearer to running out of memory; lower the flag by 0.01 if it does",
+                    cost="memory may run out; if it does, lower the flag by 0.01",
                 ),
                 "memory-tight": Move(
                     _good_fraction,
@@ -893,7 +921,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
                 "oom": Move(
                     lambda s: [] if s.facts.graph_disabled else ["disabled"],
-                    rule="set: disabled, as the last step",
+                    rule="set: disabled, if nothing else helps",
                     source="SGLang",
                     cost="slower decode steps",
                 ),
@@ -911,7 +939,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
                 "oom": Move(
                     lambda s: [] if s.facts.graph_disabled else ["disabled"],
-                    rule="set: disabled, as the last step",
+                    rule="set: disabled, if nothing else helps",
                     source="SGLang",
                     cost="slower prefill of long prompts",
                 ),
@@ -1102,14 +1130,14 @@ FLAGS: Mapping[str, Flag] = {
             {
                 "states": Move(
                     _state_pool("mamba-full-memory-ratio", grows=True),
-                    rule="up: so that state pool and KV pool hold as many requests",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    rule="up: so that state pool and KV pool hold equally many requests",
+                    source="SGLang; computed, not tried on a GPU",
                     cost="a smaller KV pool",
                 ),
                 "full": Move(
                     _state_pool("mamba-full-memory-ratio", grows=False),
-                    rule="down: so that state pool and KV pool hold as many requests",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    rule="down: so that state pool and KV pool hold equally many requests",
+                    source="SGLang; computed, not tried on a GPU",
                     cost="a smaller state pool",
                 ),
                 "no-states": Move(
@@ -1126,19 +1154,19 @@ FLAGS: Mapping[str, Flag] = {
             {
                 "states": Move(
                     _state_pool("max-mamba-cache-size", grows=True),
-                    rule="up: so that both pools hold as many requests, if it is set",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    rule="up, if the flag is set: so that both pools hold equally many requests",
+                    source="SGLang; computed, not tried on a GPU",
                     cost="a smaller KV pool",
                 ),
                 "full": Move(
                     _state_pool("max-mamba-cache-size", grows=False),
-                    rule="down: so that both pools hold as many requests, if it is set",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    rule="down, if the flag is set: so that both pools hold equally many requests",
+                    source="SGLang; computed, not tried on a GPU",
                     cost="a smaller state pool",
                 ),
                 "no-states": Move(
                     _twice_slots,
-                    rule="up: doubled, if it is set",
+                    rule="up: doubled, if the flag is set",
                     source="SGLang",
                     cost="a smaller KV pool",
                 ),
@@ -1175,7 +1203,7 @@ FLAGS: Mapping[str, Flag] = {
                 "states": Move(
                     _shorter_states,
                     rule="set: bfloat16",
-                    source="SGLang's message; not tried on a GPU",
+                    source="SGLang's error message; not tried on a GPU",
                     cost="answers change a little",
                 )
             },
@@ -1214,7 +1242,7 @@ FLAGS: Mapping[str, Flag] = {
                 "repeated": Move(
                     _ngrams,
                     rule=f"set: NGRAM, with `--max-running-requests` and `--{CORPUS_FLAG}`",
-                    source="SGLang; arithmetic, not tried on a GPU",
+                    source="SGLang; computed, not tried on a GPU",
                     cost=(
                         "each step computes 12 tokens of each request instead of 1, which is slower if few "
                         "drafted tokens are accepted or many requests run"
@@ -1251,7 +1279,7 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
 def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return a flag's next value that a sign calls for, with the flags that must change together with it."""
     args: dict[str, Any] = {}
-    for value in FLAGS[name].values(sign, server):
+    for value in FLAGS[name].values(sign, server):  # flags of this kind have at most one next value
         for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
             args |= flags.setting(changed_flag, setting)
     return args
@@ -1263,6 +1291,7 @@ def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str,
     Empty if too little memory would remain for the weights and a useful KV pool.
     """
     args = next_setting(sign, name, server, flags)
+    # The value may take the memory that is free beyond the minimum of the guides. The KV pool gives the rest.
     missing_gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
     if server.spare_gb is not None:
         missing_gb -= max(0.0, server.spare_gb - server.band.low)

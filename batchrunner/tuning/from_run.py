@@ -46,11 +46,12 @@ because each server takes the memory that is free when it starts."""
 
 
 def read_run(run: Path | RunDir) -> Situation:
-    """Read the situation of a run from all its workers. Raises OutputError if the path holds no run."""
+    """Read the situation of a run from the logs of all its workers. Raises OutputError if there is no run."""
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     client = _client(facts)
     load, log = Series(), LogReader()
+    # A worker may be listed twice, with the same directory.
     directories = {worker.log_directory: worker for worker in (run_dir, *run_dir.all_tasks())}
     for worker_dir in directories.values():
         worker = _WorkerReader(worker_dir.task, load, client)
@@ -58,27 +59,30 @@ def read_run(run: Path | RunDir) -> Situation:
         client = worker.client
         for path in sorted(worker_dir.log_directory.glob("engine*.log")):
             log.source = f"{worker_dir.task} {path.stem}"
-            with contextlib.suppress(InputError):  # the log of a server that never started is empty
+            with contextlib.suppress(InputError):  # a server that never started has an empty log
                 log.read(path)
     load.settle()
     _read_lengths(run_dir, client)
-    if not has_enough(load):  # The log alone would mislead: it also has passes of the start and the tail.
+    # The log cannot replace the load samples, because it includes the start and the tail of the run.
+    if not has_enough(load):
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    if server.ready is None and facts["engine"].get("memory_caps_running"):  # a server without a log here
+    # the run did not start the server, so its log is not here
+    if server.ready is None and facts["engine"].get("memory_caps_running"):
         server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")
     if gpus and server.arguments:
         server.idle_gpus = max(0, gpus - server.gpus)
     situation = Situation(load, log.series, server, client)
     _replay(run_dir, situation)
-    return replace(situation)  # `Situation.server` is cached, and the replay has changed the client since
+    # The copy drops the cached `Situation.server`, which the replay has made outdated.
+    return replace(situation)
 
 
 def _client(facts: Mapping[str, Any]) -> ClientActivity:
-    """Return the runner's settings from a run.json, without any activity yet."""
+    """Return a ClientActivity with the runner's settings from a run.json; its counts are still zero."""
     job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
     prompt = facts["fingerprint"].get("prompt", {})
     most = sampling.get("max_new_tokens")
@@ -105,7 +109,7 @@ class _WorkerReader:
 
     def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
         self.client = client
-        """Activity of the runner in all workers read so far."""
+        """Activity of the runner, summed over all workers read so far."""
         self._name = name
         self._load = load
         self._before = dict(load.tracks), load.retractions, replace(client)
@@ -113,14 +117,13 @@ class _WorkerReader:
         self._learned: dict[str, Any] = {}
         """Flags that the runner gave the servers in addition to the job's own."""
         self._tracks: dict[str, str] = {}
-        """Stable name of each scheduler, numbered by order, because launched servers get new ports in each
-        attempt."""
+        """Name of each scheduler in the series. Names are numbers, because ports change with each attempt."""
         self._retractions = 0
         """Retractions of this attempt so far."""
         self._began: int | None = None
         """Rows done at the first sample since the servers started; None before that sample."""
         self._peak = 0
-        """Maximum number of requests that have run at once since that sample."""
+        """Maximum number of requests that have run at once since the first load sample."""
 
     def read(self, path: Path) -> None:
         """Read the worker's event log to its end."""
@@ -133,9 +136,11 @@ class _WorkerReader:
                         self._restart()
                     self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
                 case "engine_died" | "engine_hangs":
-                    self._began = None  # The restarted server fills up again.
+                    # The restarted server fills up again, so the load is not steady for a while.
+                    self._began = None
                 case "engine_adapts":
                     self._restart()
+                # Several servers report the same change of flags; only the first report restarts the load.
                 case "engine_recalled" | "engine_healed" if (
                     not _new_args(event).items() <= self._learned.items()
                 ):
@@ -150,12 +155,13 @@ class _WorkerReader:
         """Drop this worker's load so far, because its servers had other flags."""
         tracks, self._load.retractions, client = self._before
         self._load.tracks = dict(tracks)
+        # Only these two facts about the runner do not depend on the servers' flags.
         self.client = replace(
             client, tokenize=self.client.tokenize, possible_share=self.client.possible_share
         )
 
     def _track(self, scheduler: str) -> str:
-        """Return the stable name of a scheduler."""
+        """Return a name for a scheduler that is unique among all workers of the run."""
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
     def add(self, sample: RunSample, at: float, server: str | None = None) -> None:
@@ -168,6 +174,7 @@ class _WorkerReader:
             self._began, self._peak = sample.rows_done, 0
         running = sum(load.running for load in signals)
         self._peak = max(self._peak, running)
+        # The first rows end together, and the last rows no longer fill the window: neither is steady work.
         is_start = sample.rows_done - self._began <= self._peak
         is_tail = sample.unsent + sample.in_flight <= sample.window
         if not sample.in_flight or not signals or is_start or is_tail:
@@ -179,7 +186,7 @@ class _WorkerReader:
             rate = sample.output_tokens_per_s / len(signals)
             load_sample = sample_of_load(load, at=at, rate=rate, unsent=sample.unsent)
             self._load.add(self._track(load.scheduler), load_sample)
-        if not any(load.queue for load in signals):
+        if not any(load.queue for load in signals):  # count the possible reasons for the empty queue
             client.empty += 1
             if sample.in_flight >= FULL * sample.window:
                 client.at_window += 1
@@ -211,19 +218,22 @@ class ServerWatch:
         Reads files: the server's log at each call, run.json once per span, and the part files as soon as
         there is enough work to judge.
         """
-        if self._reader is None:  # run.json is written shortly before the first load sample
+        # The first load sample comes after run.json is written, so the file can be read now.
+        if self._reader is None:
             facts = require_run_json(self._run_dir)
             client = _client(facts)
             self._log.facts.card = facts["engine"].get("card")  # the log does not name the GPU
             self._reader = _WorkerReader("", self._load, client)
         self._reader.add(sample, now, self._url)
-        if self._first is None or not self._load.counted:  # Steady work has not begun yet.
+        # Until steady work begins, the span starts anew with each load sample.
+        if self._first is None or not self._load.counted:
             self._first, self._log.series = sample, Series()
         self._last = sample
         with contextlib.suppress(OSError), self._log_path.open("rb") as file:
             file.seek(self._at)
             for line in file:
-                if line.endswith(b"\n"):  # The server may still be writing the last line.
+                # A last line without an end is still being written, so the next call reads it.
+                if line.endswith(b"\n"):
                     self._at += len(line)
                     self._log.take(line.decode(errors="replace"))
         if self.busy_s and not self._reader.client.outputs:
@@ -280,7 +290,7 @@ def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
         with unreadable, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
                 tokens = part.read(columns=["completion_tokens"]).column(0)
-                if pa.types.is_list(tokens.type):  # several completions per row
+                if pa.types.is_list(tokens.type):  # a row with several completions has a list of lengths
                     tokens = pc.list_flatten(tokens)
                 chunks += tokens.chunks
     if not chunks:
@@ -311,7 +321,8 @@ def _replay(run_dir: RunDir, situation: Situation) -> None:
 def some_answers(run_dir: RunDir) -> list[str]:
     """Return the beginnings of up to MOST_ANSWERS answers: the first ones of the newest part with texts."""
     for path in reversed(run_dir.all_parts()[-MOST_PARTS:]):
-        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or removed in the meantime
+        # A part file may be damaged, or removed after the listing. Then the next one is read.
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)
         with damaged, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
                 rows = next(part.iter_batches(MOST_ANSWERS, columns=["output"]), None)
@@ -327,7 +338,10 @@ def texts_of(column: pa.Array) -> list[str]:
 
 
 def _possible_share(event: Mapping[str, Any]) -> float | None:
-    """Return the share of prompt tokens that a cache could serve, in the better of input and sorted order."""
+    """Return the share of prompt tokens that a prefix cache could serve, or None if unknown.
+
+    The runner has estimated it for the input's order and for sorted order; the larger share counts.
+    """
     shares = [number(event.get(name)) for name in ("input_share", "sorted_share")]
     return max((share for share in shares if share is not None), default=None)
 

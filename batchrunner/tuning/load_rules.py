@@ -47,13 +47,13 @@ FRONT_LEVERS = (
 
 
 def conservativeness(s: Situation) -> float:
-    """Return the `--schedule-conservativeness` in effect, which is below the flag's with DP attention."""
+    """Return the `--schedule-conservativeness` in effect, which SGLang lowers with DP attention."""
     value = s.facts.number("schedule_conservativeness")
     return 1.0 if value is None else value
 
 
 def queue_empty(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the queue runs empty, and name the component that fills it too slowly."""
+    """Detect that the queue runs empty, and name the component that fills it too slowly."""
     if not frequent(s.load, "empty"):
         return None
     band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
@@ -78,10 +78,10 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
-    """Return a remedy for the empty queue of the engine, and the cause of most samples with an empty queue.
+    """Return a remedy on the runner's side, and the main cause of an empty engine queue.
 
-    The remedy changes the runner. It is empty if the server's front process or the network is slow. `target`
-    is the advice on the length of the queue.
+    The remedy is empty if the cause is the server's front process or the network. `target` is the advised
+    queue length.
     """
     half = client.empty / 2
     if client.on_way > half:
@@ -90,11 +90,11 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
     if client.at_window > half:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {target}", "the job's window is full"
-        if client.connections and client.widest >= 0.9 * client.connections:
+        if client.connections and client.widest >= 0.9 * client.connections:  # nearly all are in use
             cause = f"all {client.connections} connections that the limit of open files allows are in use"
             return "raise `ulimit -n`", cause
         change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
-        return change, "the window is full, and `auto` makes it too narrow"
+        return change, "the job's window is full, because `auto` keeps it too narrow"
     if client.resting > half:
         change = "find out why the engine refuses rows (report.json: failures, retries)"
         return change, "rows wait for a retry"
@@ -105,7 +105,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
 
 
 def queue_deep(s: Situation, _: Flags) -> Finding | None:
-    """Find that more requests wait than the scheduler should sort through before each pass."""
+    """Detect that more requests wait than the scheduler should sort through before each pass."""
     if not frequent(s.load, "deep"):
         return None
     if s.client:
@@ -116,13 +116,13 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
         how = "send fewer requests at once"
     return Finding(
         f"#queue-req is above {GUIDES.queue_deep:.0f} {s.often('deep')}",
-        change=f"{how}: keep {GUIDES.queue_low:.0f}-{GUIDES.queue_deep:.0f} waiting",
+        change=f"{how}: keep {GUIDES.queue_low:.0f}-{GUIDES.queue_deep:.0f} requests waiting",
         evidence=s.evidence("deep"),
     )
 
 
 def conservative(s: Situation, flags: Flags) -> Finding | None:
-    """Find that SGLang reserves memory for longer outputs than the rows have."""
+    """Detect that SGLang reserves memory for longer outputs than the rows have."""
     if not s.admits_too_few or s.fills_up:
         return None
     if s.client and s.client.ignore_eos:  # Every output needs all the memory that SGLang reserves for it.
@@ -143,7 +143,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
         change=", or ".join(filter(None, (command_line(args), job_change))),
         evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
         certainty=certainty,
-        env={} if args else variables_in(clip),
+        env={} if args else variables_in(clip),  # only one setting is changed at a time
     )
 
 
@@ -160,7 +160,7 @@ def _cause_of_reserve(
         return "max_new_tokens may be far above real output lengths", job_change, "medium"
     cause = f"outputs are {output_share:.0%} of max_new_tokens on average"
     if not is_short:
-        return f"{cause}, which is not the cause", "", "low"
+        return f"max_new_tokens is not the cause, because {cause}", "", "low"
     for name, longest in clip.items():
         job_change += (
             f" (99% of the outputs have at most {longest} tokens), or {name}={longest} in the server's "
@@ -170,7 +170,7 @@ def _cause_of_reserve(
 
 
 def running_capped(s: Situation, _: Flags) -> Finding | None:
-    """Find that `max_running_requests` is the limit while the KV pool has room."""
+    """Detect that `max_running_requests` is the limit while the KV pool has room."""
     most = s.max_running or 0
     if not frequent(s.load, "capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
@@ -184,12 +184,11 @@ def running_capped(s: Situation, _: Flags) -> Finding | None:
 
 
 STATE_LEVERS = ("disable-radix-cache", STATE_STRATEGY, "mamba-full-memory-ratio", "max-mamba-cache-size")
-"""Flags against a full state pool of a hybrid model. Those with which a request takes fewer states come
-first."""
+"""Flags against a full state pool of a hybrid model. Flags that reduce the states per request come first."""
 
 
 def states_full(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the state pool of a hybrid model is the limit while the KV pool has room."""
+    """Detect that the state pool of a hybrid model is the limit while the KV pool has room."""
     if not s.waits_for_states or s.fills_up:
         return None
     # The first flag with a next value is advised.
@@ -216,7 +215,7 @@ def states_full(s: Situation, flags: Flags) -> Finding | None:
 
 
 def retractions(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the KV pool overflows and retracts requests. About one retraction a minute is fine."""
+    """Detect that the KV pool overflows and retracts requests. About one retraction a minute is fine."""
     if not s.retractions:
         return None
     rate = s.retractions_per_min
@@ -224,7 +223,8 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
     if not retracts_often(rate):
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
-    if not has_enough(s.load):  # `AdviceReport.reading` shows the number of retractions.
+    # Too few load samples for advice: the report then shows only the number of retractions.
+    if not has_enough(s.load):
         return None
     sign = f"{reading}, with token usage at {s.server.usage:.2f}: retracted requests lose their work"
     recomputed_share, recomputed_tokens = s.log.recomputed_share, s.log.prefills.retracted_tokens
@@ -239,7 +239,7 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
     name = "schedule-conservativeness"
-    if FLAGS[name].values("retracting", s.server):
+    if FLAGS[name].values("retracting", s.server):  # the rule advises the next value of this flag
         return Finding(sign, evidence=evidence)
     args = next_setting("retracting", "max-running-requests", s.server, flags)
     return Finding(
@@ -265,7 +265,7 @@ LARGE_TP = 4
 
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
-    """Find that few requests run, because full prefill passes admit requests only as fast as others end."""
+    """Detect that few requests run, because full prefill passes admit requests only as fast as others end."""
     if not frequent(s.load, "far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills
@@ -281,7 +281,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
 
 
 def prefill_full(s: Situation, flags: Flags) -> Finding | None:
-    """Find that many prefill passes fill a small chunk, so that their fixed cost is paid too often."""
+    """Detect that many prefill passes fill a small chunk, so that their fixed cost is paid too often."""
     prefills = s.log.prefills
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
@@ -298,13 +298,14 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
 
 
 def small_prefills(s: Situation, flags: Flags) -> Finding | None:
-    """Find that decoding often stops for prefill passes of few tokens."""
+    """Detect that decoding often stops for prefill passes of few tokens."""
     name = "prefill-decode-interval"
     prefills, chunk = s.log.prefills, s.facts.chunk or 0
     args = next_setting("small-prefills", name, s.server, flags)
     if name not in flags.names or not args or not has_enough(s.log):
         return None
-    if s.facts.arguments.get("enable_mixed_chunk"):  # Prefill passes do not stop decoding then.
+    # Mixed chunks let prefill passes decode too, so they delay nothing.
+    if s.facts.arguments.get("enable_mixed_chunk"):
         return None
     mean_tokens = prefills.new_tokens / max(1, prefills.passes)
     are_small = mean_tokens <= min(GUIDES.small_pass * chunk, LIKE_A_STEP)
@@ -326,13 +327,13 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
 
 
 def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval: int) -> bool:
-    """Tell whether one prefill pass in `interval` decode steps needs clearly fewer passes than there were.
+    """Tell whether one prefill pass every `interval` decode steps would clearly reduce the number of passes.
 
-    The slot of a finished request then stays empty for half an interval on average. So a smaller share of the
-    slots decodes, and more decode steps are needed.
+    With such an interval, the slot of a finished request stays empty for half an interval on average. So
+    fewer slots decode, and more decode steps are needed.
     """
     if prefills * interval <= steps or not output_tokens:
-        return False
+        return False  # the prefill passes are at least an interval apart already, or too little is known
     decoding_share = 1 - interval / 2 / output_tokens
     if decoding_share <= 0:
         return False
@@ -341,7 +342,7 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
 
 
 def long_prompts(s: Situation, flags: Flags) -> Finding | None:
-    """Find that one or two prompts fill a prefill pass."""
+    """Detect that one or two prompts fill a prefill pass."""
     prefills = s.log.prefills
     share = prefills.few_long / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
@@ -360,7 +361,8 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
 
 
 def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
-    """Find that decoding runs without CUDA graphs, although they matter at its batch sizes."""
+    """Detect that decoding runs without CUDA graphs, although they matter at its batch sizes."""
+    # A small model, or a large tensor parallelism, needs CUDA graphs for larger batches.
     sign = "no_graph"
     if 0 < (s.facts.weights_gb or 0) <= GUIDES.launched_gb:
         sign = "no_graph_small"
@@ -374,13 +376,14 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.graph_disabled:
         cause = "the server's arguments switch CUDA graphs off"
         args = next_setting("graph-off", "cuda-graph-backend-decode", s.server, flags)
-        if s.facts.arguments.get("disable_cuda_graph"):  # the older flag, which must go
+        # The older flag --disable-cuda-graph would override the new flag, so it is removed.
+        if s.facts.arguments.get("disable_cuda_graph"):
             args = {"disable-cuda-graph": None}
     else:
         cause = "CUDA graphs are captured only for smaller batches"
         if s.facts.graph_max_bs:
             cause = f"CUDA graphs are captured only for batches of up to {s.facts.graph_max_bs} requests"
-        server = replace(s.server, running=running)
+        server = replace(s.server, running=running)  # the next value must cover these batches
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
     return Finding(
         f"decoding runs without a CUDA graph (`cuda graph: False`) in {share:.0%} of "
@@ -396,16 +399,16 @@ FEWEST_ANSWERS = 100
 
 
 def answers_repeat(s: Situation, flags: Flags) -> Finding | None:
-    """Find that answers repeat each other so much that drafts from earlier answers would save time."""
+    """Detect that answers repeat each other so much that drafts from earlier answers would save time."""
     answers, server = s.client.answers if s.client else 0, s.server
     args = with_beside("repeated", NGRAM, server, flags)
     if answers < FEWEST_ANSWERS or not has_enough(s.load) or not args:
         return None
     figures = {"tokens_a_step": round(server.repeated, 2), "speedup": round(server.ngram_speedup, 2)}
     return Finding(
-        f"{answers} answers repeat each other: drafts from earlier answers would yield {server.repeated:.1f} "
-        f"tokens a decode step, and at {server.running:.0f} running requests {server.ngram_speedup:.1f} x "
-        "the output tokens a second",
+        f"{answers} answers repeat text of each other: with drafts from earlier answers, a decode step would "
+        f"yield {server.repeated:.1f} tokens per request, and the {server.running:.0f} running requests "
+        f"together {server.ngram_speedup:.1f} times as many tokens/s",
         args,
         evidence={**s.evidence(), **figures},
     )

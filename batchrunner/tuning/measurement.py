@@ -22,8 +22,8 @@ GENERATIONS = 2
 """Number of generations to measure. A generation is as many rows as run at once. The first generation is not
 measured, because its rows began together, so the load is not steady."""
 WAVE = 0.5
-"""Number of generations (rows that run at once) by which a trial may lag without being slow. Rows that began
-together end together, so output comes in waves."""
+"""Rows that began together end together, so output comes in waves. A trial may therefore lag by this number
+of generations (rows that run at once) before it counts as slow."""
 LEAST_GAIN = 0.02
 """Minimum relative gain in speed by which a change of flags counts as faster. A smaller gain is noise."""
 NEARLY_ALL = 0.99
@@ -154,7 +154,7 @@ class TrialWatch:
         self.tokens += output
         self._prompt_tokens += prompt
         self._cached_tokens += cached
-        self._retractions += retractions if self._warm else 0
+        self._retractions += retractions if self._warm else 0  # they become a rate of the steady time
         self._outputs.append(output)
 
     def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
@@ -167,7 +167,8 @@ class TrialWatch:
             # Warm-up ends once as many rows have ended as run at once.
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
                 self._warm = progress
-                self._outputs.clear()  # Outputs that end first are short, so they are no fair sample.
+                # The first outputs to end are the short ones, so their lengths are not representative.
+                self._outputs.clear()
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
@@ -176,17 +177,17 @@ class TrialWatch:
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
-        """Return the end of a trial that can no longer beat the incumbent, otherwise None.
+        """Return an end for the trial if it can no longer beat the incumbent, otherwise None.
 
-        In any trial, the rows that end first are short. So the output so far is estimated as the number of
-        rows in steady time, times the mean output of all rows.
+        The rows that end first have short outputs, so the output counted so far is too low. Therefore the
+        output is estimated: the number of rows in steady time, times the mean output of all rows.
         """
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:
             return None
         tokens = rows * self.tokens / max(self.rows, 1)
         ratio = tokens / max(steady_s * self.incumbent.tokens_per_s, 1.0)
-        # At most the rows of WAVE generations may be about to end.
+        # Output comes in waves, so the rows of WAVE generations may be about to end; count them too.
         best_ratio = ratio * (1 + WAVE * self._peak / rows)
         if best_ratio >= 1 - self.incumbent.margin:
             return None
@@ -231,19 +232,20 @@ class TrialWatch:
             return TrialSigns(running=self._peak)
         schedulers = len({reading.scheduler for reading in readings})
         outputs = sorted(self._outputs)
-        polls = len(readings) / schedulers
+        polls = len(readings) / schedulers  # each poll has a reading of every scheduler
 
         def total(name: str) -> float:
             return float(sum(getattr(reading, name) for reading in readings))
 
         def limit(name: str) -> int | None:
-            limits = [getattr(reading, name) for reading in readings[-schedulers:]]
+            limits = [getattr(reading, name) for reading in readings[-schedulers:]]  # of the last poll
             return sum(limits) if None not in limits else None
 
         return TrialSigns(
             running=round(total("running") / polls, 1),
             max_running=limit("max_running"),
             queue=round(total("queue") / polls, 1),
+            # Readings after the last waiting request belong to the drain, which says nothing about flags.
             shares=_shares(readings[: self._busy_readings] or readings),
             usage=round(total("token_usage") / len(readings), 3),
             pool_tokens=limit("max_total_tokens"),

@@ -79,7 +79,7 @@ class Memory:
 
 
 def memory_of(spec: ServerEngine, model: str, *, cpu: bool) -> Memory:
-    """Return the memory of one model, card and version of SGLang."""
+    """Return the memory of one model, its split over GPUs, one type of GPU and one version of SGLang."""
     card = "CPU" if cpu else str(next(iter(cards()), None))
     subject = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))
     digest = hashlib.sha256(repr(subject).encode()).hexdigest()[:12]
@@ -130,7 +130,8 @@ class FlagMemory:
     def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
         self._memory = memory
         self._shape = shape
-        self._steps: list[TriedStep] = []  # this worker's, in case the file cannot be written
+        # Steps of this worker, kept in memory in case the file cannot be written.
+        self._steps: list[TriedStep] = []
         self.args = {name: value for step in self._latest() for name, value in step.args.items()}
         """Flags and variables with which the servers of this run start, in addition to the job's own."""
         if self.args:
@@ -165,6 +166,6 @@ class FlagMemory:
                 steps.append(_read_step.decode(content))
         latest: dict[str, TriedStep] = {}
         for step in [*steps, *self._steps]:
-            latest.pop(step.name, None)  # so that the step moves to the end of the order
+            latest.pop(step.name, None)  # a new insertion moves the step to the end of the order
             latest[step.name] = step
         return [*latest.values()]

@@ -13,7 +13,7 @@ from batchrunner.tuning.situation import LONGEST_LINE, Finding, Situation
 
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
-    """Find that GPU memory is left unused, or that the right amount of it is free for activations."""
+    """Detect that GPU memory is left unused, or that the right amount of it is free for activations."""
     spare_gb, band = s.server.spare_gb, s.server.band
     if spare_gb is None or spare_gb < band.low:
         return None
@@ -38,7 +38,7 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
 
 
 def pool_small(s: Situation, _: Flags) -> Finding | None:
-    """Find that the KV pool of a CPU, whose size a flag sets, holds fewer requests than may run."""
+    """Detect that the KV pool of a CPU, whose size a flag sets, holds fewer requests than may run."""
     pool_tokens, most, running = s.server.now("max-total-tokens"), s.max_running, s.server.running
     if not most or running < 1 or not (s.short_of_pool or s.retracts_often):
         return None
@@ -50,7 +50,7 @@ def pool_small(s: Situation, _: Flags) -> Finding | None:
 
 
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:
-    """Find that too little GPU memory is free for activations."""
+    """Detect that too little GPU memory is free for activations."""
     spare_gb, low = s.server.spare_gb, s.server.band.low
     if spare_gb is None or spare_gb >= low:
         return None
@@ -98,7 +98,7 @@ def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Findi
 
 
 def oom_weights(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the weights do not fit, or leave no room for a KV pool."""
+    """Detect that the weights do not fit, or leave no room for a KV pool."""
     if trouble := s.facts.troubles.get("pool"):
         where = "before there was a KV pool: the weights take all that mem-fraction-static allows"
         return _ran_out(
@@ -115,12 +115,12 @@ def oom_weights(s: Situation, flags: Flags) -> Finding | None:
             remedy += ", or a quantised model"
         where = "while weights were loaded"
         finding = _ran_out(s, trouble=trouble, flags=flags, where=where, remedy=remedy)
-        return finding and replace(finding, args=args)
+        return finding and replace(finding, args=args)  # the arguments of recovery cannot help
     return None
 
 
 def killed(s: Situation, flags: Flags) -> Finding | None:
-    """Find that a process was killed, as the kernel does when the host's memory runs out."""
+    """Detect that a process was killed, as the kernel does when the host's memory runs out."""
     died = s.facts.died
     if died is None or not died.killed:
         return None
@@ -135,7 +135,7 @@ def killed(s: Situation, flags: Flags) -> Finding | None:
 
 
 def crashed(s: Situation, _: Flags) -> Finding | None:
-    """Find that the server died of an error that no flag is known to cure."""
+    """Detect that the server died of an error that no flag is known to cure."""
     died = s.facts.died
     if died is None or died.killed or s.facts.last_trouble:
         return None
@@ -167,7 +167,7 @@ def _narrower(s: Situation, flags: Flags) -> str:
 def _ran_out(
     s: Situation, *, trouble: OutOfMemory | None, flags: Flags, where: str, remedy: str
 ) -> Finding | None:
-    """Advise the flags that recovery would set, and another `remedy`; None if no memory ran out."""
+    """Advise the flags that recovery would set, and `remedy` as an alternative; None if no memory ran out."""
     if trouble is None:
         return None
     args = safer(Death(trouble.phase, trouble.text, trouble.running), s.facts, flags)

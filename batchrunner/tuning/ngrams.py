@@ -31,9 +31,10 @@ def words_a_step(answers: Iterable[str], earlier: Iterable[str] = ()) -> float:
 
     The result is 1 if no draft is ever right. The speculation looks up the last words of an answer, and
     drafts the words that followed them when they last occurred in any answer. It does not learn from prompts,
-    except for their last words (0.5.23, ngram_worker). The server has generated the `earlier` answers before.
+    except for their last words (0.5.23, ngram_worker). It can also draft from `earlier`, the answers that the
+    server generated before.
     """
-    next_word: dict[tuple[str, ...], str] = {}  # The last word that followed an n-gram.
+    next_word: dict[tuple[str, ...], str] = {}  # Maps each n-gram to the word that last followed it.
     for answer in earlier:
         words = WORD.findall(answer)[:MOST_WORDS]
         _learn(next_word, words, range(len(words)))
@@ -91,6 +92,7 @@ def checking_cost(running: float, kv_share: float) -> float:
     for each request, and reads the KV cache once as before. `kv_share` is the size of the KV cache in use
     divided by that of the weights. This is arithmetic; no figure of it was measured.
     """
+    # Times are in units of the time to read the weights, which is the minimum for their matrix products.
     weights = max(1.0, running / COMPUTE_BOUND)
     weights_with_drafts = max(1.0, running * CHECKED / COMPUTE_BOUND)
     return (weights_with_drafts + kv_share) / (weights + kv_share)
@@ -121,13 +123,17 @@ many tokens as the maximum (10 million nodes, up to 18 for a token). A corpus ta
 server's memory for a token."""
 
 LEAST_CORPUS_GAIN = 1.2
-"""A corpus is loaded only if it would raise the words per decode step of a server that has just started by at
-least this factor. It takes the place of drafts from the answer itself. With SGLang's own matcher, that lost 4
-to 13 % on answers of which each repeats only itself, and gained 50 % on answers made of common sentences."""
+"""Minimum ratio of words per decode step, with and without a corpus, at which a corpus is loaded into a
+server that has just started. A corpus has a cost, because its drafts replace drafts from the answer itself.
+With SGLang's own matcher, a corpus lost 4 to 13 % on answers that repeat only themselves, and gained 50 % on
+answers made of common sentences."""
 
 
 def corpus_gain(answers: Sequence[str]) -> float:
-    """Return by what factor knowledge of the first half of some answers speeds up the second half."""
+    """Return how many times as fast the second half of the answers is decoded if the first half is known.
+
+    Speed is the number of words per decode step.
+    """
     half = len(answers) // 2
     return words_a_step(answers[half:], earlier=answers[:half]) / words_a_step(answers[half:])
 

@@ -30,7 +30,7 @@ from batchrunner.tuning.memory import Memory, SaferFlags, recall_safer_flags
 log = logging.getLogger(__name__)
 
 Kind = Literal["killed", "crash"]
-"""Kind of a death without a phase in which memory ran out."""
+"""Cause of a death that SGLang's log does not report as an out-of-memory error."""
 
 NAMES: Mapping[Phase | Kind, str] = {
     "prefill": "out of memory in prefill",
@@ -79,7 +79,7 @@ class Death(NamedTuple):
 
 
 def examine(ended: EndedServer, facts: Facts) -> Death:
-    """Diagnose a death; `facts` are read from the server's log."""
+    """Find the cause of a server's death from its exit code and the `facts` in its log."""
     if last := facts.last_trouble:
         return Death(last.phase, unstamped(last.text)[:300], last.running)
     killed = ended.exit_code == KILLED or (facts.died is not None and facts.died.killed)
@@ -98,7 +98,8 @@ GRAPHS = ("cuda-graph-max-bs-decode", *POOL)
 """Flags to change after a failed capture. The pool shrinks too, because prefill may have graphs, and another
 failed capture would cost minutes."""
 STATES = ("mamba-full-memory-ratio", "max-mamba-cache-size")
-"""Flags that set the size of a hybrid model's state pool; the server's arguments decide which one counts."""
+"""Flags that set the size of a hybrid model's state pool. Which of the two applies depends on the server's
+arguments."""
 NO_GRAPHS = ("cuda-graph-backend-decode", "cuda-graph-backend-prefill")
 """Flags that switch CUDA graphs off."""
 FLAGS_AFTER: Mapping[Phase | Kind, tuple[tuple[str, ...], ...]] = {
@@ -119,6 +120,7 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     # The kernel kills if the host's memory runs out. A smaller pool on the GPU would free none of it.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
+    # Flags of a state pool have moves for the sign "no-states", all other flags for one of the first two.
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
     server = Server(facts, running=death.running, why=death.why)
     for group in FLAGS_AFTER.get(death.kind, ()):
@@ -173,7 +175,8 @@ class Healer:
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # This server was started before `args` changed after another server's death. They may suffice.
+        # The server was started before another server's death changed `args`, so the new ones may suffice for
+        # it too.
         if not self._had_all(ended.args):
             return True
         args = safer(death, facts, flags)
@@ -201,7 +204,10 @@ class Healer:
         return True
 
     def outlived(self, args: Mapping[str, Any]) -> None:
-        """Remember the changes if `args`, of a server that still runs at the end, include all of them."""
+        """Remember the changed arguments if a server that had all of them survived to the end of the run.
+
+        `args` are the arguments of that server.
+        """
         newest = recall_safer_flags(self._memory)
         is_known = newest is not None and newest.args == self.args  # by another server
         if self._changes and self._had_all(args) and not is_known:

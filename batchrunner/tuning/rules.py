@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchrunner.sglang.flags import Flags, command_line
+from batchrunner.sglang.flags import CLIP, Flags, command_line
 from batchrunner.sglang.logs.lines import Phase
 from batchrunner.tuning import load_rules, memory_rules, setup_rules
 from batchrunner.tuning.flags import FLAGS, NGRAM, Move, next_setting
@@ -101,7 +101,8 @@ class Rule:
         if finding.fine:
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
-        if self.flag and finding.args is None and not finding.change:  # The finding leaves it to the flag.
+        # The finding has no change of its own, so the next value of the rule's flag is advised.
+        if self.flag and finding.args is None and not finding.change:
             args = next_setting(self.on, self.flag, server, flags)
         change = finding.change or command_line(args)
         if not change:
@@ -160,15 +161,15 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "tensor-parallel": ("expert-parallel", "dp-attention"),
     "dp-attention": ("data-parallel",),
 }
-"""For each rule, the rules whose advice it silences, because that advice would undo its own or set the same
-flag differently. After an out-of-memory error, no advice may take more memory. Unused memory goes to the
-advice that needs it. One thing is changed at a time. Entries apply in order, and a silenced rule silences no
-other rule."""
+"""Conflicts between rules: the advice of a rule suppresses the advice of the rules listed for it. The
+suppressed advice would undo the first, or set the same flag differently. After an out-of-memory error, no
+advice may take more memory. Unused memory goes to the advice that needs it most. Only one thing is changed at
+a time. Entries apply in order, and a suppressed rule suppresses no other rule."""
 
 
 OFTEN = "often"
-"""Word, in the signs of RULES, for a sign that at least 25% of at least 8 samples over 10 s show (`frequent`,
-`samples` and `span_s` of `Thresholds`)."""
+"""Word in the texts of RULES. It means that at least 25% of at least 8 load samples over at least 10 s show a
+sign (`frequent`, `samples` and `span_s` of `Thresholds`)."""
 
 
 def _safer_values(kind: Phase | Kind) -> str:
@@ -191,10 +192,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="oom-decode",
-        sign="out of memory in decoding, or of request slots",
+        sign="out of memory, or of request slots, in decoding",
         judge=memory_rules.ran_out("decode", "in decoding"),
         effect="smaller batches fit",
-        other=f"{_safer_values('decode')}; or smaller numbers, as after prefill",
+        other=f"{_safer_values('decode')}; or FP8, int8 or AWQ, as for `oom-prefill`",
         source="G1-G4",
         cost="fewer requests at once",
         certainty="high",
@@ -214,15 +215,15 @@ RULES: tuple[Rule, ...] = (
         sign="out of memory while weights load, or no room for a KV pool",
         judge=memory_rules.oom_weights,
         effect="the model starts",
-        other="`--tp-size` doubled (on a CPU more memory), or a quantised model; for the pool "
-        f"{_safer_values('pool')}",
+        other="twice the `--tp-size` (on a CPU: more memory), or a quantised model; if only the KV pool has "
+        f"no room, {_safer_values('pool')}",
         source="SGLang's message",
         cost="more GPUs, or less memory for activations",
         certainty="high",
     ),
     Rule(
         name="oom-general",
-        sign="out of memory in an unknown place",
+        sign="out of memory in an unknown phase",
         judge=memory_rules.ran_out("general"),
         effect="more memory for everything except the KV pool",
         other=_safer_values("general"),
@@ -231,10 +232,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="killed",
-        sign="exit code -9, `Killed`, or the kernel's message about it",
+        sign="exit code -9, `Killed` in the log, or the kernel's message about a killed process",
         judge=memory_rules.killed,
         effect="the server stays alive",
-        other=f"on a CPU {_safer_values('killed')}; else more host memory",
+        other=f"on a CPU {_safer_values('killed')}; on a GPU more host memory",
         source="SGLang's message",
         cost="on a CPU a smaller KV pool",
     ),
@@ -249,10 +250,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="queue-empty",
-        sign=f"`#queue-req` 0 {OFTEN}, while rows are left",
+        sign=f"`#queue-req` is 0 {OFTEN} while rows remain to be sent",
         judge=load_rules.queue_empty,
         effect="a full batch, because a free slot is taken at once",
-        other="send more at once; for a run, advice by the cause",
+        other="more requests at once; in a run, a remedy for the cause of the empty queue",
         source="G1-G4",
         cost="requests wait before they run",
     ),
@@ -261,7 +262,7 @@ RULES: tuple[Rule, ...] = (
         sign=f"`#queue-req` > 2000 {OFTEN}",
         judge=load_rules.queue_deep,
         effect="less scheduling work between passes",
-        other="send fewer at once; send evenly if the queue is often empty as well",
+        other="fewer requests at once, sent evenly if the queue is also empty often",
         source="G1",
         certainty="high",
     ),
@@ -277,7 +278,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="order-of-server",
         sign="a `--schedule-policy` other than fcfs and lpm; ≥ 10% of a run's prompt tokens could have come "
-        "from the cache and did not",
+        "from the prefix cache but did not",
         judge=setup_rules.order_of_server,
         effect="rows are taken in the runner's order, which keeps common prefixes together",
         flag="schedule-policy",
@@ -286,7 +287,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="prefill-full",
-        sign="≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk < 4096, and requests wait after them",
+        sign="≥ 25% of ≥ 8 prefill passes fill ≥ 90% of a chunk of < 4096 tokens, and requests still wait",
         judge=load_rules.prefill_full,
         effect="fewer, larger passes over the weights",
         flag="chunked-prefill-size",
@@ -303,19 +304,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="conservative",
-        sign=(
-            f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, running below the limit, the pool full in < 10%"
-        ),
+        sign=f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}; fewer requests run than allowed; the KV pool "
+        "is full in < 10% of the samples",
         judge=load_rules.conservative,
         effect="more requests run at once, with the same answers",
         flag="schedule-conservativeness",
         on="held",
-        other="or a smaller `max_new_tokens`, or the clip (in a run, with the measured lengths)",
+        other=f"or a smaller `max_new_tokens`, or `{CLIP}` (in a run, by the measured output lengths)",
     ),
     Rule(
         name="running-capped",
-        sign=f"running ≥ 95% of max_running_requests, or one less; `#queue-req` > 0, token usage < 0.9 "
-        f"{OFTEN}, the pool full in < 10%, and the log names no memory as the cap",
+        sign="≥ 95% of max_running_requests run, or all but one, `#queue-req` > 0 and token usage < 0.9 "
+        f"{OFTEN}; the KV pool is full in < 10% of the samples; the log does not say that memory sets the "
+        "limit",
         judge=load_rules.running_capped,
         effect="a larger batch",
         flag="max-running-requests",
@@ -324,19 +325,20 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="states-full",
-        sign=f"a hybrid model whose running requests take ≥ 90% of its state pool; `#queue-req` > 0, token "
-        f"usage < 0.9 {OFTEN}, the pool full in < 10%",
+        sign=f"a hybrid model's state pool is ≥ 90% full, `#queue-req` > 0 and token usage < 0.9 {OFTEN}; "
+        "the KV pool is full in < 10% of the samples",
         judge=load_rules.states_full,
         effect="as many requests run as both pools hold",
         other="`--disable-radix-cache` if no prefixes are shared, or `--mamba-radix-cache-strategy "
         "extra_buffer_lazy`, with the `--mamba-full-memory-ratio` or `--max-mamba-cache-size` that fits",
-        source="SGLang; arithmetic",
-        cost="a smaller KV pool; without the prefix cache no prefix is computed only once",
+        source="SGLang; computed",
+        cost="a smaller KV pool; without the prefix cache, shared prefixes are computed for each request",
     ),
     Rule(
         name="running-low",
-        sign=f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
-        "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
+        sign=f"< 50% of max_running_requests run, `#queue-req` > 0 and token usage < 0.9 {OFTEN}; the "
+        "conservativeness is ≤ 0.3 already; the KV pool is full in < 10% of the samples; ≥ 25% of the "
+        "prefill passes are full",
         judge=load_rules.running_low,
         effect="more prompts in a prefill pass, hence a larger batch",
         flag="chunked-prefill-size",
@@ -345,7 +347,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="retractions",
-        sign="more than 1 retraction a minute, and ≥ 25% of the tokens computed again; less is called fine",
+        sign="more than 1 retraction a minute, and ≥ 25% of the tokens are computed again (fewer are fine)",
         judge=load_rules.retractions,
         effect=(
             "less work is done twice (a smaller --mem-fraction-static would not help, because it shrinks the "
@@ -359,9 +361,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="memory-left",
-        sign="`available_gpu_mem` when ready > 10 GB; 5-10 is called good (the guides: "
-        "5-8); less on cards under "
-        "40 GB, more with chunks over 8192",
+        sign="`available_gpu_mem` > 10 GB when the server is ready (5-10 GB are fine; the guides say 5-8); "
+        "the limits are lower on GPUs under 40 GB, and higher with chunks over 8192 tokens",
         judge=memory_rules.memory_left,
         effect="a larger KV pool: more requests at once",
         flag="mem-fraction-static",
@@ -370,7 +371,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="memory-tight",
-        sign="`available_gpu_mem` when ready < 5 GB; less on cards under 40 GB",
+        sign="`available_gpu_mem` < 5 GB when the server is ready (less on GPUs under 40 GB)",
         judge=memory_rules.memory_tight,
         effect="room for activations: no crash during the run",
         flag="mem-fraction-static",
@@ -378,7 +379,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="cuda-graph",
-        sign=f"`cuda graph: False` {OFTEN}, at ≤ 512 running (768 from tp 4, 4096 with weights of ≤ 2 GB)",
+        sign=f"`cuda graph: False` {OFTEN}, with ≤ 512 running requests (768 from tp 4 on, 4096 if the "
+        "weights take ≤ 2 GB)",
         judge=load_rules.cuda_graph,
         effect="less time between kernels at each decode step",
         flag="cuda-graph-max-bs-decode",
@@ -387,7 +389,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="long-prompts",
-        sign="one or two prompts, of ≥ 2048 tokens on average, fill ≥ 25% of ≥ 8 prefill passes",
+        sign="≥ 25% of ≥ 8 prefill passes are full with one or two prompts (≥ 2048 tokens on average)",
         judge=load_rules.long_prompts,
         effect="fewer, larger passes over the weights",
         flag="chunked-prefill-size",
@@ -396,8 +398,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="small-prefills",
-        sign="prefill passes of ≤ 25% of a chunk and ≤ 512 tokens, so many that all passes could be a fifth "
-        "fewer; `#queue-req` not often 0",
+        sign="prefill passes of ≤ 25% of a chunk and ≤ 512 tokens, so frequent that an interval between them "
+        "saves a fifth of all passes; `#queue-req` is not often 0",
         judge=load_rules.small_prefills,
         effect="decoding is interrupted less often",
         flag="prefill-decode-interval",
@@ -406,9 +408,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="pool-small",
-        sign=f"a CPU with token usage ≥ 0.9 or `ignore_eos`, `#queue-req` > 0, running "
-        f"below the limit {OFTEN}; "
-        "or retractions",
+        sign=f"on a CPU: fewer requests run than allowed, `#queue-req` > 0, and token usage ≥ 0.9 or "
+        f"`ignore_eos`, {OFTEN}; or retractions",
         judge=memory_rules.pool_small,
         effect="more requests run at once",
         flag="max-total-tokens",
@@ -416,7 +417,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="attention-backend",
-        sign="a general backend on a known card, unless SGLang chooses it for the model",
+        sign="a backend for any GPU, although SGLang has a faster one for this GPU and model",
         judge=setup_rules.attention_backend,
         effect="faster attention",
         flag="attention-backend",
@@ -425,7 +426,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="tensor-parallel",
-        sign="tp > 1 and all weights ≤ 60% of one GPU; or idle GPUs beside the server of a run",
+        sign="tp > 1 although all weights take ≤ 60% of one GPU; or idle GPUs beside the server of a run",
         judge=setup_rules.tensor_parallel,
         effect="no communication between GPUs at each layer",
         other="one replica for each GPU",
@@ -445,7 +446,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="shared-prefixes",
-        sign="10-60% of prompt tokens from the cache, of ≥ 50 prompts",
+        sign="10-60% of the prompt tokens come from the prefix cache, in ≥ 50 prompts",
         judge=setup_rules.shared_prefixes,
         effect="common prefixes are computed once",
         other="the runner's order of rows; `--schedule-policy lpm` for other clients with queues under 128",
@@ -478,7 +479,7 @@ RULES: tuple[Rule, ...] = (
         name="dp-attention",
         sign="DeepSeek's attention, tp > 1",
         judge=setup_rules.dp_attention,
-        effect="each GPU keeps the KV cache of its own requests: a pool many times as large",
+        effect="each GPU keeps the KV cache of its own requests only, so more requests fit",
         flag="attn-dp-size",
         on="kv-copies",
         option=True,
@@ -497,7 +498,7 @@ RULES: tuple[Rule, ...] = (
         name="encoder-unused",
         sign="a model that can leave out its part for images, sounds and videos, and a job without them",
         judge=setup_rules.encoder_unused,
-        effect="the memory of that part goes to the KV pool",
+        effect="the memory of the unused encoders goes to the KV pool",
         flag="language-model-only",
         on="no-media",
         option=True,
@@ -506,7 +507,7 @@ RULES: tuple[Rule, ...] = (
         name="fixed-guesses",
         sign="speculation by EAGLE or EAGLE3 with one guess at a time, not adaptive",
         judge=setup_rules.fixed_guesses,
-        effect="as many guesses as are accepted",
+        effect="the number of guesses adapts to how many are accepted",
         flag="speculative-adaptive",
         on="speculates",
         certainty="low",
@@ -515,8 +516,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="answers-repeat",
         sign=(
-            "100 answers or more that repeat each other: by a replay, n-gram speculation yields at least 1.3 "
-            "times the output rate at the batch size that runs"
+            "≥ 100 answers that repeat text of each other, so that in a replay n-gram speculation yields "
+            "≥ 1.3 times the output rate at the present batch size"
         ),
         judge=load_rules.answers_repeat,
         effect="several tokens in a decode step",
@@ -529,7 +530,7 @@ RULES: tuple[Rule, ...] = (
         name="fp8-weights",
         sign=f"16-bit weights, a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
         judge=setup_rules.pool_full,
-        effect="half the memory for weights, the rest for the KV pool, and faster matrix products",
+        effect="weights take half the memory, so the KV pool is larger; matrix products are faster",
         flag="quantization",
         on="wide-numbers",
         certainty="low",
@@ -547,7 +548,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="metrics-off",
-        sign="metrics or the cache report are off",
+        sign="`/metrics`, or the count of cached tokens in answers, is off",
         judge=setup_rules.metrics_off,
         effect="the next advice has more data",
         other="`--enable-metrics`, `--enable-cache-report`",

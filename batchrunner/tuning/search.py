@@ -22,7 +22,7 @@ GUESS = 0.05
 """Assumed standard deviation of a trial's log speed before any repetition. A shared machine of two cores
 shows 5 %. A machine without other users shows about 1 %, which a few repetitions reveal."""
 GUESS_WEIGHT = 4
-"""Number of repetitions of a trial as which the assumption GUESS counts."""
+"""Weight of the assumed deviation GUESS, in degrees of freedom: it counts like four repeated trials."""
 MOST_TURNS = 3
 """Maximum number of trials of each of two settings that are compared."""
 SAME_WORK = 0.01
@@ -43,19 +43,21 @@ def compare(
     more_per_pass: bool = False,
     worth: float = LEAST_GAIN,
 ) -> tuple[RaceVerdict, str]:
-    """Return the verdict on a challenger against the best setting, and the interval of their ratio as text.
+    """Compare a challenger with the best setting: return the verdict, and the speed ratio as text.
 
-    `challenger` and `best` are the speeds of their trials, and `spread` is the result of `trial_noise`. The
-    verdict is "again" as long as the difference is unclear. After MOST_TURNS trials of both, a challenger
-    that has not proved faster is "no faster". `more_per_pass` tells that the scheduler counted more output in
-    each pass of the challenger. Then a mean gain above `worth` suffices, and two trials of both are the
-    maximum.
+    `challenger` and `best` are the speeds of the trials, and `spread` is the result of `trial_noise`. The
+    text has the confidence interval of the ratio. The verdict is "again" while the difference is unclear.
+    After MOST_TURNS trials of each setting, an unproved challenger is "no faster".
+
+    `more_per_pass` tells that the challenger also produced more output per forward pass, a count without
+    measurement noise. Then a mean gain above `worth` is enough, and each setting gets at most two trials.
     """
     deviation, freedom = spread
-    gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))  # of the logarithms
+    # Differences of logarithms stand for ratios of speeds. The interval is that of Student's t-test.
+    gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))
     half_width = _quantile(freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
     low, high = gain - half_width, gain + half_width
-    text = f"{math.exp(gain):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}] x the best"
+    text = f"{math.exp(gain):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}] x the best speed"
     if low > 0:
         return "faster", text
     if more_per_pass and gain > worth:
@@ -71,7 +73,9 @@ def compare(
 def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
     """Return the standard deviation of one trial's log speed, and its degrees of freedom.
 
-    `settings` has the speeds of each setting's trials. A setting with only one trial adds nothing.
+    `settings` has the speeds of each setting's trials. The deviation is pooled over all settings, together
+    with the assumption GUESS, which counts as GUESS_WEIGHT further degrees of freedom. A setting with only
+    one trial adds nothing.
     """
     total, freedom = GUESS_WEIGHT * GUESS**2, GUESS_WEIGHT
     for speeds in settings:
@@ -83,10 +87,11 @@ def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
 
 
 def margin_to_stop(spread: tuple[float, int]) -> float:
-    """Return the fraction by which a trial may fall behind the best before it is stopped: 3 times the noise.
+    """Return the fraction by which a trial may fall behind the best before it is stopped.
 
-    The fraction is at least a fifth, because the rows that have ended so far are a less exact measure than a
-    whole trial. It is at most a half.
+    It is three times the noise of a difference, which is √2 times the noise of one trial. The fraction is at
+    least a fifth, because the rows that have ended so far are a less exact measure than a whole trial. It is
+    at most a half.
     """
     return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
 
@@ -121,9 +126,10 @@ FAILED_MORE = 0.01
 """Maximum difference, between a challenger's share of failed rows and the best's, at which the challenger is
 safe. It is not 0, because trials do not answer the same rows."""
 MOST_MISSES = 2
-"""Number of changes of a flag in a row without a gain after which the flag is given up."""
+"""Maximum number of changes without a gain, one after the other, before the search leaves a flag."""
 TOGETHER = Flag("together", {})
-"""Stands for one change of all flags whose signs the best trial shows, except those that need a GPU."""
+"""Placeholder for a joint change of all flags whose signs the best trial shows, except flags that need a
+GPU."""
 
 
 @dataclass(slots=True)
@@ -161,7 +167,7 @@ class TrialRequest:
 
 
 class Search:
-    """The search; `best` is the best setting so far."""
+    """A search for faster flags; `best` is the best setting so far."""
 
     def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
         """`args` has the job's own flags, which are tried first."""
@@ -187,6 +193,7 @@ class Search:
             for tuned_flag in (TOGETHER, *self._tuned_flags):
                 improved |= yield from self._tune(tuned_flag)
         self.reason = "no change of a flag is faster"
+        # Each change beat only the setting before it, so the last one must also beat the job's own flags.
         while self._beats_own() == "again":
             slower = min(self.best, self.own, key=lambda setting: len(setting.results))
             yield from self._try(slower, "the best and the job's own flags, in turn", None)
@@ -200,7 +207,8 @@ class Search:
         """Compare all trials of the best with all trials of the job's own flags."""
         if self.best is self.own:
             return "no faster"
-        if not self.own.newest.is_speed:  # The job's own flags failed when they were tried again.
+        # The job's own flags failed in their last trial, so the best flags win.
+        if not self.own.newest.is_speed:
             return "faster"
         has_fuller_passes = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(
             self.best.newest.signs, self.own.newest.signs
@@ -215,7 +223,10 @@ class Search:
         improved, misses = False, 0
         while misses < MOST_MISSES and (change := self._next_change(tuned_flag)) is not None:
             won = yield from self._try_change(change, tuned_flag)
-            improved, misses = improved | won, 0 if won else misses + 1
+            if won:
+                improved, misses = True, 0
+            else:
+                misses += 1
         return improved
 
     def _try_change(self, change: FlagChange, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
@@ -254,7 +265,7 @@ class Search:
         return None
 
     def _changed_to(self, change: FlagChange) -> Args:
-        """Return the best flags with a change. Flags are spelled as in the job, or else as in the version."""
+        """Return the best flags with a change. A new flag is spelled as this version of SGLang spells it."""
         args = dict(self.best.args)
         for name, value in change.args.items():
             job_name = name_in(args, name)
@@ -272,7 +283,8 @@ class Search:
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best and this setting in turn; return whether the setting is faster."""
-        before = len(self.best.speeds) - 1  # The last trial of the best counts as its first turn.
+        # The comparison begins with the best setting's last trial, so that it need not run again.
+        before = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))
         while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
@@ -309,19 +321,19 @@ class Search:
         if newest.ended == "behind" or not newest.tokens_per_s:
             return False, f"slower: {newest.why}"
         if newest.failed_share > best.failed_share + FAILED_MORE:
-            failed = f"{newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before"
+            failed = f"{newest.failed_share:.1%} of the rows failed, with the best {best.failed_share:.1%}"
             return False, f"unsafe: {failed}"
         if not best.is_speed:
-            return True, f"safer: the best failed when it was tried again: {best.why}"
+            return True, f"safer: the best flags failed when they were tried again: {best.why}"
         only_schedules = _only_schedules(change.args)
         if only_schedules and same_work(newest.signs, best.signs):
-            return False, "no faster: the same passes and batches as the best"
+            return False, "no faster: passes and batches are the same as with the best"
         verdict, text = compare(
             setting.speeds,
             best_speeds,
             self._noise(),
             more_per_pass=only_schedules and more_per_pass(newest.signs, best.signs),
-            # With fuller passes, a small step may even seem to lose a little: that is noise.
+            # Passes have become fuller, so an apparent loss of up to LEAST_GAIN is noise for a small step.
             worth=-LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN,
         )
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")

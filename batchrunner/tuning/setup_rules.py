@@ -23,7 +23,7 @@ _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 
 
 def metrics_off(s: Situation, flags: Flags) -> Finding | None:
-    """Find that the server's metrics or its report of cached tokens are switched off."""
+    """Detect that the server's metrics, or its counts of cached tokens, are switched off."""
     contents = {
         "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
         "enable_cache_report": "cached tokens of each chat answer",
@@ -41,7 +41,7 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
 
 
 def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find that a model is split over several GPUs although it fits one, or that GPUs are idle."""
+    """Detect that a model is split over several GPUs although it fits one, or that GPUs are idle."""
     tp, card, idle = s.facts.tp, s.facts.card_gb, s.facts.idle_gpus
     if idle:
         return Finding(
@@ -64,7 +64,7 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
 
 
 def data_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find data-parallel replicas inside one server, which get requests whatever their load."""
+    """Detect that one server runs data-parallel replicas, which get requests without regard to their load."""
     dp = s.facts.number("dp_size") or 1
     if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
         return None
@@ -98,7 +98,7 @@ def fixed_guesses(s: Situation, _: Flags) -> Finding:
 
 
 def torch_compile(s: Situation, _: Flags) -> Finding | None:
-    """Find a small model with small batches, for which compiled kernels pay."""
+    """Detect a small model with small batches, for which compiled kernels pay."""
     model_gb = (s.facts.weights_gb or 0.0) * s.facts.tp
     if not 0 < model_gb <= GUIDES.small_model_gb or not frequent(s.load, "small_batch"):
         return None
@@ -106,14 +106,14 @@ def torch_compile(s: Situation, _: Flags) -> Finding | None:
 
 
 def pool_full(s: Situation, _: Flags) -> Finding | None:
-    """Find that the KV pool limits the number of running requests."""
+    """Detect that the KV pool limits the number of running requests."""
     if not frequent(s.load, "kv_bound"):
         return None
     return Finding(f"the KV pool is full {s.often('kv_bound')}", evidence=s.evidence("kv_bound"))
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
-    """Find that prompts share prefixes, but come in an order with few prefix cache hits."""
+    """Detect that prompts share prefixes, but come in an order with few prefix cache hits."""
     prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
@@ -123,12 +123,13 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
     if s.client is not None:
         if s.client.order in {"auto", "prefix"}:
-            return None  # The runner already sends rows with a common prefix one after another.
+            return None  # No advice is needed: the runner already groups rows by their common prefix.
         reading = f"{reading}, in the input's order"
         return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
     queue, limit = s.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
         reading += f"; lpm gives up above {limit:.0f} waiting requests"
+    # The flag would not help if lpm is on already or unknown, or if the queue is too long for lpm.
     if policy in {"lpm", None} or queue >= limit:
         change = "send requests that begin alike one after another, as batchrun does"
         return Finding(reading, args={}, change=change, evidence=evidence)
@@ -137,7 +138,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
 
 
 def host_cache(s: Situation, _: Flags) -> Finding | None:
-    """Find long prefixes that the KV pool may evict before their next use."""
+    """Detect that prompts share long prefixes, which the KV pool may evict before their next use."""
     prefills = s.log.prefills
     shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
@@ -152,22 +153,22 @@ def host_cache(s: Situation, _: Flags) -> Finding | None:
 
 
 def attention_backend(s: Situation, _: Flags) -> Finding | None:
-    """Find an attention backend for any GPU on a GPU for which SGLang has a better one."""
+    """Detect a general-purpose attention backend on a GPU for which SGLang has a better one."""
     backend = s.facts.arguments.get("attention_backend")
     if backend not in _GENERAL or backend in best_backends(s.facts)[:1]:
         return None
     # If the launch command is unknown, as for a log, the user may have chosen the backend in a config file.
     command = str(s.facts.arguments.get("launch_command") or "--config")
     if not re.search("attention.backend|--config", command):
-        return None  # SGLang itself chose the backend.
+        return None  # SGLang itself chose the backend, so there is nothing to advise.
     return Finding(f"the attention backend is {backend} on {s.facts.card}")
 
 
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})
 """Values of `--schedule-policy` that keep the order of arrival (fcfs) or prefer cached prefixes (lpm)."""
 OUT_OF_REACH = 0.1
-"""Fraction of the prompt tokens that could have come from the prefix cache but did not, from which on the
-server's order of rows counts as bad."""
+"""The order of rows counts as bad if at least this fraction of the prompt tokens could have come from the
+prefix cache but did not."""
 PAGED = ("mla", "mha", "dsa", "nsa")
 """Parts of the names of attention backends that need KV cache pages of several tokens."""
 LOST_IN_PAGES = 0.15
@@ -175,7 +176,7 @@ LOST_IN_PAGES = 0.15
 
 
 def cache_off(s: Situation, _: Flags) -> Finding | None:
-    """Find that the prefix cache is off although prompts share prefixes."""
+    """Detect that the prefix cache is off although prompts share prefixes."""
     shared = s.client.possible_share if s.client else None
     if not s.facts.arguments.get("disable_radix_cache") or shared is None or shared < GUIDES.shared:
         return None
@@ -186,7 +187,7 @@ def cache_off(s: Situation, _: Flags) -> Finding | None:
 
 
 def order_of_server(s: Situation, _: Flags) -> Finding | None:
-    """Find that the server reorders rows, and so has fewer prefix cache hits than it could have."""
+    """Detect that the server reorders rows, and so has fewer prefix cache hits than it could have."""
     policy, prefills = s.facts.arguments.get("schedule_policy"), s.log.prefills
     shared = s.client.possible_share if s.client else None
     if policy is None or policy in KEEPS_ORDER or shared is None:
@@ -202,7 +203,7 @@ def order_of_server(s: Situation, _: Flags) -> Finding | None:
 
 
 def pages_large(s: Situation, _: Flags) -> Finding | None:
-    """Find that requests are short for the page size, so that half-empty last pages waste the KV pool."""
+    """Detect that requests are short for the page size, so that half-empty last pages waste the KV pool."""
     page, prefills = int(s.facts.number("page_size") or 1), s.log.prefills
     backend = str(s.facts.arguments.get("attention_backend"))
     if page < 2 or any(name in backend for name in PAGED) or not prefills.prompts:  # noqa: PLR2004
@@ -210,7 +211,7 @@ def pages_large(s: Situation, _: Flags) -> Finding | None:
     if not s.short_of_pool:
         return None
     tokens = prefills.mean_prompt + (s.client.mean_output or 0.0 if s.client else 0.0)
-    wasted_share = page / 2 / (tokens + page / 2)
+    wasted_share = page / 2 / (tokens + page / 2)  # on average half of the last page is empty
     if wasted_share < LOST_IN_PAGES:
         return None
     running = s.load.median("running")

@@ -31,7 +31,8 @@ class Thresholds:
     samples: float = 8
     """Minimum number of load samples for advice."""
     queue_low: float = 100
-    """Minimum length of a healthy queue, `#queue-req`, in requests (the guides: 100, one of them 50)."""
+    """Minimum length of a healthy queue, `#queue-req`, in requests. SGLang's guides say 100, one of them
+    50."""
     queue_deep: float = 2000
     """Maximum length of a healthy queue, `#queue-req`, in requests (the guides: 2000, one of them 1000)."""
     usage_good: float = 0.9
@@ -121,7 +122,7 @@ class Gauges(Protocol):
 
 
 def is_full(load: Gauges) -> bool:
-    """Tell whether the KV pool is well used."""
+    """Tell whether the KV pool is full enough, so that a larger share in use would gain nothing."""
     return load.usage >= GUIDES.usage_good
 
 
@@ -142,8 +143,9 @@ def is_at_cap(load: Gauges) -> bool:
 def fills_states(load: Gauges) -> bool:
     """Tell whether a hybrid model's state pool has no room for more requests.
 
-    The pool also counts as full if the running requests reach their cap and the state pool sets this cap. It
-    does so if it holds the states of no more requests than the cap, that is, of `running / state_usage`.
+    SGLang may limit `max_running_requests` to the number of states in the pool. So the pool also counts as
+    full if this limit is reached and the pool has room for no more. `running / state_usage` estimates that
+    room.
     """
     if load.state_usage >= GUIDES.usage_good:
         return True
@@ -337,12 +339,12 @@ FLAG_SIGNS = {
     "full": "requests wait for room in the KV pool",
     "memory-left": "memory of the GPU is unused",
     "memory-tight": "little memory of the GPU is free",
-    "chunk-full": "prefill passes take all the tokens that they may",
+    "chunk-full": "prefill passes are as large as the chunk size allows",
     "capped": "as many requests run as are allowed, and the KV pool has room",
     "states": "requests wait for room in the model's state pool, and the KV pool has room",
     "no-states": "the state pool is too small",
     "graph-off": "decode passes run without a CUDA graph",
-    "reordered": "the server takes rows in another order than they are sent in",
+    "reordered": "the server does not take rows in the order in which they are sent",
     "shared": "prompts share prefixes, and few requests wait",
     "slow-backend": "the GPU has a faster attention backend",
     "evicted": "prompts share prefixes, and the KV pool is full",
@@ -353,7 +355,7 @@ FLAG_SIGNS = {
     "kv-copies": "several GPUs keep the same KV cache",
     "layout": "the GPUs could hold more or fewer replicas",
     "wide-numbers": "weights or KV cache have 16-bit numbers",
-    "repeated": "outputs repeat what earlier outputs say",
+    "repeated": "outputs repeat text of earlier outputs",
     "small-prefills": "decoding stops often for small prefill passes",
     "large-pages": "requests are short compared to a page of the KV cache",
     "cache-off": "the prefix cache is off, and prompts share prefixes",

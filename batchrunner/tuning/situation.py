@@ -45,11 +45,12 @@ class ClientActivity:
     at_window: int = 0
     """Number of the `empty` samples in which at least 90 % of the window was in flight."""
     on_way: int = 0
-    """Number of the `at_window` samples in which most requests had not arrived at the scheduler yet."""
+    """Number of the `at_window` samples in which most requests in flight had not reached the scheduler
+    yet."""
     resting: int = 0
     """Number of the `empty` samples with room in the window in which rows waited for a retry."""
     window: str | int = "auto"
-    """The job's `window`."""
+    """The job's field `window`: the concurrency limit in requests, or "auto"."""
     connections: int | None = None
     """Maximum number of connections that the limit of open files allows."""
     widest: int = 0
@@ -82,7 +83,7 @@ class ClientActivity:
     """Whether answers keep their distribution with speculation (`ngrams.is_exact`)."""
     possible_share: float | None = None
     """Fraction of the prompt tokens that the prefix cache could serve; None if unknown. It is estimated from
-    the rows that were sampled to choose the order."""
+    a sample of the input rows, which the runner reads to choose their order."""
 
     @property
     def mean_output(self) -> float | None:
@@ -106,7 +107,7 @@ def has_media(prompt: Mapping[str, Any]) -> bool | None:
 
 
 def sets_sampling(prompt: Mapping[str, Any]) -> bool:
-    """Tell whether the section `sampling` holds for all requests, by the section `prompt`.
+    """Tell whether the job's section `sampling` applies to all requests; `prompt` is another section.
 
     Lines of a batch file, and the requests of rollouts, have sampling parameters of their own.
     """
@@ -135,7 +136,7 @@ class Situation:
 
     @property
     def decodes(self) -> bool:
-        """Whether requests decode, as far as is known."""
+        """Whether requests decode. Servers without a run are assumed to decode."""
         return self.client is None or self.client.decodes
 
     @cached_property
@@ -158,7 +159,10 @@ class Situation:
 
     @property
     def _shared(self) -> float | None:
-        """Fraction of the prompt tokens that the prefix cache serves or could serve; None if unknown."""
+        """Fraction of the prompt tokens that the prefix cache serves or could serve; None if unknown.
+
+        The share that the cache serves counts only if it was measured on enough prompts.
+        """
         possible_share = self.client.possible_share if self.client else None
         prefills = self.log.prefills
         if prefills.prompts < FEW_PROMPTS:
@@ -258,7 +262,10 @@ class Situation:
 
 
 def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
-    """Return the number of tokens that a quarter of the free memory holds; None for an unknown model."""
+    """Return the number of KV pool tokens that fit into a quarter of the free memory, in bytes.
+
+    None if the model is unknown.
+    """
     token_bytes = kv_bytes(config, FLOAT32_BYTES)
     return int(free_bytes / POOL_SHARE / token_bytes) if token_bytes else None
 

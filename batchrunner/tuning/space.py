@@ -1,7 +1,8 @@
-"""Flag changes that `batchrun tune` tries, by the table of flags and the signs of the best trial.
+"""Flag changes that `batchrun tune` tries, chosen by the load signs of the best trial.
 
-A flag is tried only if a sign of the best trial calls for the flag. If no sign does, a note says so. SGLang's
-tuning guides begin with the length of the queue, which no flag sets. The runner's concurrency law sets it.
+A flag is tried only if a sign in the table of flags (`FLAGS`) calls for it and the best trial shows this
+sign. Otherwise a note says so. SGLang's tuning guides begin with the queue length. No flag sets it: the
+runner controls the queue by its concurrency limit.
 """
 
 import math
@@ -64,9 +65,10 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     gpu_cards = [] if cpu else cards()
     config = read_config(engine.model, engine.args.get("revision"))
     gpus_a_replica, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
-    count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
+    # The GPUs that the job's environment allows, or all GPUs of the machine.
+    gpu_count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        count = replicas * gpus_a_replica  # the job uses only these, even if the machine has more
+        gpu_count = replicas * gpus_a_replica  # the job cannot use more GPUs
     prompt = job.prompt.model_dump()
     return Machine(
         flags=installed(engine.python, engine.env),
@@ -76,8 +78,8 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
         most_pool_tokens=(pool_tokens(config, free_bytes()) or 0) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
         config=config,
-        cards=max(count, gpus_a_replica),
-        replicas=replicas if isinstance(replicas, int) else max(1, count // gpus_a_replica),
+        cards=max(gpu_count, gpus_a_replica),
+        replicas=replicas if isinstance(replicas, int) else max(1, gpu_count // gpus_a_replica),
         says_tp=getattr(job.engine, "tp", None) is not None,
         allow_fp8=allow_fp8,
         media=has_media(prompt),
@@ -88,8 +90,8 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
 Args = dict[str, Any]
 """Flags of the server and their values, as in `engine.args`."""
 PASS_IS_FULL = 0.6
-"""Minimum size of the mean prefill pass, as a fraction of the prefill chunk, at which the chunk counts as the
-limit. The fraction is below 1, because the last pass of a prompt is short."""
+"""If the mean prefill pass has at least this fraction of the prefill chunk, the chunk size limits prefill.
+The fraction is below 1, because the last pass of a prompt is short."""
 GRAPH_OFF_OFTEN = 0.1
 """Minimum fraction of the decode passes without a CUDA graph at which larger graphs are tried."""
 
@@ -177,9 +179,9 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
     if flag.needs and not NEEDS[flag.needs](server.facts):
         return f"it needs {flag.needs}"
     if flag.changes_answers and not machine.allow_fp8:
-        return "it changes answers, so it is tried only with --allow fp8"
+        return "changes answers, so the flag is tried only with --allow fp8"
     if machine.ignores_eos and flag.name in {"schedule-conservativeness", CLIP}:
-        return "with ignore_eos SGLang reserves all of max_new_tokens, whatever its value"
+        return "has no effect with ignore_eos, because SGLang then reserves all of max_new_tokens"
     figures = f"#running-req {signs.running:.0f}, #queue-req {signs.queue:.0f}, token usage {signs.usage:.2f}"
     warning = "; it changes answers" if flag.changes_answers else ""
     possible_signs = [sign for sign in flag.moves if sign in SEEN]
@@ -199,12 +201,13 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
         return flag_changes
     if signs_shown:
         return "no further value is left to try, or too little is known"
-    return f"not the case: {', '.join(FLAG_SIGNS[sign] for sign in possible_signs)}"
+    return f"its signs did not show: {', '.join(FLAG_SIGNS[sign] for sign in possible_signs)}"
 
 
 def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[Args]:
     """Return the settings to try for a value of a flag, each with the flags that must change with it."""
-    if flag.name == "tp-size" and server.facts.is_moe:  # Experts may be whole, or split over the GPUs.
+    # Each GPU may hold a slice of every expert, or some experts whole, so both are tried.
+    if flag.name == "tp-size" and server.facts.is_moe:
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
     others = beside(flag.name, value, server)
     return [{flag.name: value} | {name: other for name, other in others.items() if flags.spelling(name)}]
@@ -213,4 +216,4 @@ def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[A
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
     """Combine all changes into one; None if there are fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
-    return FlagChange(args, "all that its signs call for") if len(changes) > 1 else None
+    return FlagChange(args, "all changes that the signs of the best call for") if len(changes) > 1 else None

@@ -299,7 +299,10 @@ def test_a_path_in_another_run(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server)
     batchrunner.run(job)
     inner = {**job, "output": {"path": str(tmp_path / "run" / "parts" / "b")}}
-    told(refusal(inner, tmp_path), f"output.path {tmp_path}/run/parts/b: lies in the run {tmp_path}/run")
+    told(
+        refusal(inner, tmp_path),
+        f"output.path {tmp_path}/run/parts/b: lies in the directory of the run {tmp_path}/run",
+    )
     assert batchrunner.run(job).rows_resumed == 10
 
 

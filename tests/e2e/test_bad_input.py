@@ -143,20 +143,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         """['a']['type'] "strin" is not one of""",
     ),
     ({"accept": {"expression": "outptu == 1"}}, "did you mean 'output'?"),
-    ({"accept": {"regex": "x", "feedback": True}}, "go with chats only"),
+    ({"accept": {"regex": "x", "feedback": True}}, "need a chat prompt"),
     (
         {"prompt": CHAT, "accept": {"regex": "x", "feedback": True}, "sampling": {"n": 2}},
-        "accept.feedback does not go with sampling.n above 1",
+        "accept.feedback cannot be combined with sampling.n above 1",
     ),
     # columns of answers
-    ({"output": {"columns": ["tool_calls"]}}, "tool_calls go with chats"),
+    ({"output": {"columns": ["tool_calls"]}}, "tool_calls need a chat prompt"),
     # tools
     ({"prompt": {**CHAT, "tools": [{"name": "x"}]}}, "tool 1 is not of the form {type: function"),
-    ({"prompt": {"text": "text", "tools": [TOOL]}}, "`tools` has no effect beside `text`"),
+    ({"prompt": {"text": "text", "tools": [TOOL]}}, "`tools` has no effect together with `text`"),
     ({"prompt": {**CHAT, "tools": [TOOL]}, "tokenize": "client"}, "the server tokenizes prompts with tools"),
     (
         {"prompt": {**CHAT, "tools": [TOOL]}, "sampling": {"tool_choice": "required", "regex": "a"}},
-        "regex does not go with a tool_choice that demands a tool call",
+        "regex cannot be combined with a tool_choice that demands a tool call",
     ),
     # images, audio, documents
     ({"prompt": {"user": "x", "audio": "id"}}, "prompt.audio: column 'id'"),
@@ -164,10 +164,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"text": "{{ text }}", "images": "text"}}, "images.placeholder"),
     ({"prompt": {"user": "x", "images": "text", "truncate": "head"}}, "truncate"),
     # tasks without decoding
-    ({"task": "embed", "sampling": {"n": 2}}, "sampling.n: does not go with task: embed"),
-    ({"task": "embed", "prompt": {"user": "x"}}, "prompt.user: does not go with task: embed"),
-    ({"output": {"dtype": "float16"}}, "goes with task: embed"),
-    ({"labels": [" yes"]}, "labels: goes with task: score"),
+    ({"task": "embed", "sampling": {"n": 2}}, "sampling.n: cannot be used for task: embed"),
+    ({"task": "embed", "prompt": {"user": "x"}}, "prompt.user: cannot be used for task: embed"),
+    ({"output": {"dtype": "float16"}}, "needs task: embed"),
+    ({"labels": [" yes"]}, "labels: needs task: score"),
     ({"task": "score"}, "task: score: needs either labels"),
     ({"task": "rerank", "prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),
     ({"task": "rerank", "prompt": {"text": "text", "documents": "id"}}, "must hold texts or lists of texts"),

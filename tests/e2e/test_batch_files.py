@@ -497,7 +497,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["-", "-o", "out.jsonl", "--engine", "simulated"], "standard input cannot be read again"),
+        (["-", "-o", "out.jsonl", "--engine", "simulated"], "a batch cannot be read from standard input"),
         (["r.jsonl", "-o", "out.jsonl"], "Missing option '--engine'"),
         (["*.jsonl", "-o", "out.jsonl", "--engine", "simulated"], "the input has 2 batch files"),
         (

@@ -53,7 +53,7 @@ def test_the_sample_tells_the_rest_and_is_not_sent_again(tmp_path: Path) -> None
     assert "limited by: decode" in told.stdout
     state = batchrun("status", job["output"]["path"]).stdout
     assert state.endswith(
-        "not running: the sample of an estimate is done; a run will not send its rows again\n"
+        "not running: the sample of an estimate is done; a run will not send the sampled rows again\n"
     )
 
     assert batchrun(path).exit_code == 0

@@ -188,9 +188,7 @@ def test_a_task_dies_as_another_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert batchrun("merge", tmp_path / "run").exit_code == 1
     if dies:
         assert result.exit_code == 1
-        assert (
-            f"{len(lease.rows)} rows are left that no living worker holds: run the same" in report["reason"]
-        )
+        assert f"{len(lease.rows)} rows remain that no running worker has leased: run" in report["reason"]
         run_job(job, tmp_path, "--join")
         rows_once(job, 60)
     else:

@@ -22,7 +22,7 @@ def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
         batchrunner.run(job)
         first, *later = log_of(job, "window")
         assert (first["scheduler"], first["old"], first["new"]) == (server.url, 0, 44)
-        assert "12-250 (scaled down: the scheduler runs 32 at once)" in first["reason"]
+        assert "12-250 (scaled down: the scheduler runs at most 32 requests)" in first["reason"]
         assert all(change["reason"] and change["state"] for change in later)
 
 

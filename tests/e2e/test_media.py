@@ -181,7 +181,7 @@ def test_bad_files_fail_their_rows(tmp_path: Path, senses: FakeSGLang) -> None:
         "page.png": "prompt.images: column 'photo' (page.png): cannot be read as an image (6 bytes)",
         "nowhere.png": "No such file",
         "sub": "is not a regular file",
-        "sub/out.png": "leads out of",
+        "sub/out.png": "is outside of",
         "bad\0name.png": "cannot be read",
         "HTTP://127.0.0.1/a.png": "allow_urls",
         "s3://bucket/a.png": "is not supported",

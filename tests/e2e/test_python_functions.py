@@ -419,7 +419,7 @@ def test_a_function_judges_answers(tmp_path: Path, server: FakeSGLang) -> None:
     run_job(job, tmp_path)
     rows = results_of(job)
     assert {row["row"]: row["error"] for row in rows if row["error"]} == {
-        1: "accept.python hooks:judge does not take the answer",
+        1: "accept.python hooks:judge rejected the answer",
         2: "two is too few",
         3: "accept.python: hooks.py:9: KeyError: 'three'",
         4: "accept.python: hooks:judge: returned None: return True, False, or a text that says what is wrong",

@@ -166,8 +166,8 @@ def test_workers_that_speak_grpc(grpc_worker: str, tmp_path: Path, monkeypatch: 
             assert all(row["completion_tokens"] == 12 and row["prompt_tokens"] for row in results_of(job))
             assert any("speaks gRPC" in note for note in report.engine["notes"])
         for changes, reason in (
-            ({"output": {"columns": ["logprobs"]}}, "without the texts of the tokens"),
-            ({"sampling": {"lora_path": "adapter"}}, "drops the name of the adapter"),
+            ({"output": {"columns": ["logprobs"]}}, "tokens without their texts"),
+            ({"sampling": {"lora_path": "adapter"}}, "drops the adapter's name"),
         ):
             job = job_of(tmp_path, engine, **changes)
             with pytest.raises(batchrunner.BatchrunError, match=reason):

@@ -162,7 +162,7 @@ def test_only_texts_have_repetitions(tmp_path: Path, server: FakeSGLang) -> None
     (tmp_path / "job.json").write_text(json.dumps(job))
     outcome = batchrun(tmp_path / "job.json")
     assert outcome.exit_code == 2
-    assert "on_repetition: does not go with task: embed" in outcome.stderr
+    assert "on_repetition: cannot be used for task: embed" in outcome.stderr
 
 
 def test_a_loop_in_a_rollout(tmp_path: Path, server: FakeSGLang) -> None:

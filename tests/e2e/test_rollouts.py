@@ -212,15 +212,15 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         6: f"{name}: took more than 15 s (limits.rollout)",
         7: f"{name}: sent more than 5 requests (limits.turns)",
         8: f"{name}: returned a str: return a dict",
-        9: f"{name}: a result has a column 'rollout' already: rename yours",
+        9: f"{name}: results have a column 'rollout' of their own: rename yours",
         10: f"{place}:17: batchrunner.GenerateError: generate: a list is not a prompt: give messages, "
         "a text or token ids",
         11: f"{place}:18: batchrunner.GenerateError: generate: temperature: should be greater than or "
         "equal to 0 (got -1)",
         13: f"{name}: took more than 15 s (limits.rollout)",
         14: f"{name}: ended its process (exit code 4)",
-        15: f"{place}:25: batchrunner.GenerateError: generate was awaited in another event loop than the one "
-        "of the rollout",
+        15: f"{place}:25: batchrunner.GenerateError: generate must be awaited in the event loop of the "
+        "rollout",
         16: f"{name}: ended its process (exit code 1)",
         17: f"{name}: ended its process (exit code 5)",
         18: "prompt.rollout: RecursionError: maximum recursion depth exceeded while pickling an object",
@@ -669,7 +669,7 @@ REFUSED = [
     (
         TURNS,
         {"sampling": {"n": 2}},
-        "prompt.rollout does not go with sampling.n, parse and output.reuse",
+        "prompt.rollout cannot be combined with sampling.n, parse or output.reuse",
     ),
     (
         TYPED + "async def solve(r, g) -> list[A]: pass",

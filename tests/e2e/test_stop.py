@@ -43,7 +43,7 @@ def test_one_signal_drains(tmp_path: Path, server: FakeSGLang, number: signal.Si
     with at_work(job, tmp_path, server) as process:
         process.process.send_signal(number)
         process.wait_for_line("waiting for the rows in flight")
-        again = "; a second Ctrl-C stops now, and the next start sends them again"
+        again = "; a second Ctrl-C stops now, and the next start sends these rows again"
         assert (again in process.lines[-1]) == (number == signal.SIGINT)
         process.wait_for_line("10/40 rows, stopping: 4 in flight, 0 failed, ")
         shown = ("status", tmp_path / "run")

@@ -128,7 +128,10 @@ def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
     with started(file, "--join") as first:
         eventually(lambda: len(server.sent) == 20)
         refused = run_job(job, tmp_path, "--join").stderr
-        told(refused, "no rows are free: other workers hold the rest: 0 of 20 rows ok, 0 failed, 20 left")
+        told(
+            refused,
+            "no rows can be leased: other workers have leased the rest: 0 of 20 rows ok, 0 failed, 20 left",
+        )
         assert "was started with --join" in run_job(job, tmp_path, code=2).stderr
         assert "is writing this run" in run_job(job, tmp_path, "--fresh", code=2).stderr
         server.answer_held()

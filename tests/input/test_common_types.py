@@ -156,7 +156,7 @@ def test_a_column_that_a_file_lacks(tmp_path: Path, caplog: pytest.LogCaptureFix
     batchrunner.run(job)
     assert [(row["x"], row["year"]) for row in results_of(job)] == [(1.5, 1999), (None, 2024)]
     assert (
-        f"{tmp_path}/in/year=2024/a.parquet: has no column 'x': its rows have null in this column"
+        f"{tmp_path}/in/year=2024/a.parquet: has no column 'x', so the column is null in its rows"
         in caplog.text
     )
     assert "'year'" not in caplog.text

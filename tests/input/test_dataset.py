@@ -177,7 +177,9 @@ def test_many_odd_values(tmp_path: Path) -> None:
     content = "".join(json.dumps({"a": value}) + "\n" for value in values)
     texts = ['{"tags":["a"]}', '{"tags":["b"]}', '{"tags":"c"}']
     assert values_in(tmp_path / "a.jsonl", content) == texts
-    cause = "line 3: a.tags is text, but list<item: string> in other records: the column is JSON text"
+    cause = (
+        "line 3: a.tags is text, but list<item: string> in other records: so the column is read as JSON text"
+    )
     assert cause in batchrun("init", tmp_path / "a.jsonl").output
 
 

@@ -159,7 +159,7 @@ def test_where_it_stands(where: str, tmp_path: Path, server: FakeSGLang) -> None
             {"text": "{{ name }}"},
             "prompt.fields: no template uses {{ fields }}: write {{ fields }} in the template",
         ),
-        ({"input_ids": "n"}, "`fields` has no effect beside `input_ids`"),
+        ({"input_ids": "n"}, "`fields` has no effect together with `input_ids`"),
         ({"fields": ["name", "nmae"]}, "prompt.fields: unknown column 'nmae'; did you mean 'name'?"),
         ({"fields": ["raw"]}, "prompt.fields: column 'raw' holds bytes (binary), not text"),
     ],

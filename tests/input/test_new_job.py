@@ -111,7 +111,7 @@ def test_what_tells_rows_apart() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nothing.csv"], "no such file or directory: relative paths begin in /"),
+        (["nothing.csv"], "no such file or directory: relative paths are looked up in /"),
         (["empty.parquet"], "no rows"),
         (["d.parquet", "--engine", "gpu"], "--engine gpu: unknown kind of engine: give server or simulated"),
     ],

@@ -232,7 +232,7 @@ def test_bad_conversations(tmp_path: Path, server: FakeSGLang, more: dict[str, A
         ({"messages": said(("user", "{{ txt }}"))}, "prompt.messages.0.content: unknown column 'txt'"),
         ({"user": "Row {id}."}, "prompt: {id} does not insert the column: write {{ id }}"),
         ({"messages": said(("assistant", "a"))}, "has only assistant messages: add a message"),
-        ({"messages": said(("user", "a")), "continue": True}, "`continue` has no effect beside"),
+        ({"messages": said(("user", "a")), "continue": True}, "`continue` has no effect together with"),
         ({"messages": "id"}, "must hold lists of {role, content} or {from, value}"),
     ],
 )

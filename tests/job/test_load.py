@@ -138,7 +138,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ("engine.kind=attached", "engine.kind: unknown kind of engine 'attached': did you mean 'attach'?"),
         ("engine=simulted", "engine: simulted: no model has this name: did you mean kind: simulated?"),
         ("engine.urls=[ftp://a]", "an address is http://HOST:PORT"),
-        ("prompt={text: a, system: b}", "`system` has no effect beside `text`"),
+        ("prompt={text: a, system: b}", "`system` has no effect together with `text`"),
         ("limits.deadline=3 weeks", "limits.deadline: a duration is a number of seconds"),
         ("sampling.json_schema={not json", "--set sampling.json_schema: line 1: not valid YAML"),
         ("sampling.json_schema='{not json'", "sampling.json_schema: not JSON:"),
@@ -146,7 +146,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ("sampling.json_schema={properties: {on: {}}}", "cannot be written as JSON: Dict key must be str"),
         (f"sampling.sampling_seed={10**23}", "Integer exceeds 64-bit range (got 1"),
         ("engine=[]", "engine.urls: list should have at least 1 item"),
-        ("output.path.deep=3", "--set output.path.deep: 'path' is '"),
+        ("output.path.deep=3", "--set output.path.deep: 'path' is not a section"),
         ("output.path", "--set output.path: is not of the form a.b=value: write --set a.b=value"),
     ],
 )
@@ -208,21 +208,21 @@ def test_all_faults_in_one_go(tmp_path: Path) -> None:
 def test_all_rules_in_one_go() -> None:
     """Fields that are right, each alone, and do not go together get a line for each rule."""
     assert refusal("prompt={text: a, system: b, tools: c}").splitlines() == [
-        "job: prompt: `system` has no effect beside `text`: leave it out",
-        "job: prompt: `tools` has no effect beside `text`: leave it out",
+        "job: prompt: `system` has no effect together with `text`: leave it out",
+        "job: prompt: `tools` has no effect together with `text`: leave it out",
     ]
     lines = refusal("accept={feedback: true}", "input.columns=[error, row]", "sampling.n=2").splitlines()
     assert lines == [
         (
-            "job: input.columns: the results already have a column 'row': carry yours under another name: "
+            "job: input.columns: the results already have a column 'row': rename yours, for example "
             "input.rename: {row: input_row}"
         ),
         (
-            "job: input.columns: the results already have a column 'error': carry yours under another name: "
+            "job: input.columns: the results already have a column 'error': rename yours, for example "
             "input.rename: {error: input_error}"
         ),
         "job: accept: has no condition on answers: give json, regex, expression or python",
-        "job: accept.feedback does not go with sampling.n above 1: leave one out",
+        "job: accept.feedback cannot be combined with sampling.n above 1: leave one out",
     ]
 
 

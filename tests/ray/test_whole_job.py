@@ -232,7 +232,7 @@ def test_a_path_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with _shared_path("out/run") as shared:
         shared.enter()
         os.chdir(tmp_path)
-    with pytest.raises(JobError, match=f"output.path: the node {socket.gethostname()} does not share"):
+    with pytest.raises(JobError, match=f"of the command is not visible on the node {socket.gethostname()}"):
         shared.enter()
     with pytest.raises(JobError, match=r"the node .* has no such directory"):
         SharedPath(str(tmp_path / "gone"), None).enter()

@@ -8,8 +8,8 @@ from batchrunner.core.errors import EngineLostError, JobError
 from batchrunner.report.verdict import RunEnd, RunVerdict, verdict_of
 
 STOP = RunVerdict(143, "SIGTERM")
-SAMPLE = "the sample of an estimate is done; a run will not send its rows again"
-LEFT = "3 rows are left that no living worker holds: run the same command again"
+SAMPLE = "the sample of an estimate is done; a run will not send the sampled rows again"
+LEFT = "3 rows remain that no running worker has leased: run the same command again"
 ADDED = "appeared in the input, or grew, during the run: run the same command again"
 TOO_MANY = "rows of the run failed, more than limits.max_failed_rows tolerates"
 
@@ -32,7 +32,7 @@ TOO_MANY = "rows of the run failed, more than limits.max_failed_rows tolerates"
         ({"rows_unheld": 3, "was_empty": True}, 1, LEFT),
         ({"rows_unheld": 3, "stop": STOP}, *STOP),
         ({"rows_held": 3}, 0, "done"),
-        ({"rows_held": 3, "was_empty": True}, 0, "no rows are free: other workers hold the rest"),
+        ({"rows_held": 3, "was_empty": True}, 0, "no rows can be leased: other workers have leased the rest"),
         ({"rows_held": 3, "was_empty": True, "rows_failed": 9}, 3, f"done, but 9 {TOO_MANY}"),
         ({"rows_held": 3, "stop": STOP}, 0, "done"),
         ({"stop": STOP}, 0, "done"),

@@ -98,7 +98,7 @@ def test_a_model_whose_chats_sglang_writes_itself(tmp_path: Path) -> None:
     done = batchrun("check", file)
     assert done.exit_code == 0
     assert (
-        "not checked: chat prompts, because SGLang builds those of deepseek_v4 by rules of its own"
+        "not checked: chat prompts, because SGLang has its own rules for the chat prompts of deepseek_v4"
         in done.stdout
     )
 

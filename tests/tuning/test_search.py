@@ -139,7 +139,7 @@ def test_memory_of_a_hybrid_model_goes_where_it_is_needed() -> None:
     found, search = tuned(lab, own, machine=CARD, budget_s=5000)
     assert found.args["disable-radix-cache"] is True
     assert "mamba-radix-cache-strategy" not in found.args
-    assert search.notes["mamba-ssm-dtype"] == "it changes answers, so it is tried only with --allow fp8"
+    assert search.notes["mamba-ssm-dtype"] == "changes answers, so the flag is tried only with --allow fp8"
     flags = own | found.args | {CLIP: int(found.env[CLIP])}
     grid = [flags | {"mamba-full-memory-ratio": ratio} for ratio in (0.5, 0.7, 0.9)]
     best = max(lab.measure(TrialRequest(args, "", 0)).tokens_per_s for args in grid)

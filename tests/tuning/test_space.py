@@ -114,17 +114,17 @@ def test_each_flag_is_tried_when_it_can_matter(
 
 
 LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
-    (PUT, {}, {"usage": 0.95}, "not the case: requests wait although"),
+    (PUT, {}, {"usage": 0.95}, "its signs did not show: requests wait although"),
     ("mem-fraction-static", {}, {}, "too little is known"),
-    ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "not the case: as many requests"),
+    ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "its signs did not show: as many requests"),
     ("max-running-requests", {}, {"running": 256, "memory_caps_running": True}, "no further value"),
-    ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "not the case: prefill passes take all"),
-    ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "not the case: decode passes run without"),
+    ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "did not show: prefill passes are as large"),
+    ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "did not show: decode passes run without"),
     ("speculative-algorithm", {}, {"repeated": 1.1}, "no further value"),
     ("speculative-algorithm", {}, {"repeated": 3.0, "running": 100}, "no further value"),
-    ("quantization", {}, {}, "it changes answers, so it is tried only with --allow fp8"),
+    ("quantization", {}, {}, "changes answers, so the flag is tried only with --allow fp8"),
     ("tp-size", {}, {}, "no further value"),
-    ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "not the case: prompts share prefixes"),
+    ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "did not show: prompts share prefixes"),
 ]  # fmt: skip
 
 

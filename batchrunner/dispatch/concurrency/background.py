@@ -62,7 +62,8 @@ PACE_S = 0.25
 """Seconds between two rounds of sending while users are there. Each round costs a prefill pass, for which
 users have to wait."""
 TRUST_S = 30.0
-"""Seconds in which the number of rows that the server's admission is expected to accept doubles."""
+"""Time, in seconds, in which the assumed limit of the server's admission doubles after rows were stuck. The
+limit is the number of requests that the admission is expected to accept."""
 PASS_S = 0.05
 """Assumed duration of a forward pass, in seconds."""
 MOST_ROUNDS = 10
@@ -77,7 +78,10 @@ class BackgroundController(Controller):
     def __init__(
         self, scheduler: str, fits: int, band: QueueBand, *, most: int, now: float, yields: bool
     ) -> None:
-        """`fits` is the number of rows that fit the KV pool; a server that `yields` lets users go first."""
+        """Start without this run's rows; `fits` is the number of rows that fit the KV pool.
+
+        `yields` tells whether the server gives requests of users priority over requests of this run.
+        """
         super().__init__(scheduler, 0, band, most=most, now=now)
         self.state = "background"
         self.users = 0
@@ -89,12 +93,18 @@ class BackgroundController(Controller):
         self._yields = yields
         self._full = GOOD_USAGE if yields else CAUTIOUS_USAGE
         self._fits = fits
-        self._admits = FIRST_SHARE * fits  # requests that the server's admission is expected to accept
-        self._spare = 0  # slots that stay free for users
-        self._last_queue = self._last_running = 0  # gauges at the last sample
-        self._rise = 0.0  # largest recent rise of users between two samples
-        self._rounds = 0  # consecutive samples in which users wait
-        self._sent_at = now  # last round of sending
+        self._admits = FIRST_SHARE * fits
+        """Number of requests that the server's admission is expected to accept."""
+        self._spare = 0
+        """Number of slots that stay free for users."""
+        self._last_queue = self._last_running = 0
+        """Gauges of the last load sample."""
+        self._rise = 0.0
+        """Largest recent rise of the number of users between two load samples."""
+        self._rounds = 0
+        """Number of consecutive load samples in which users waited."""
+        self._sent_at = now
+        """Time of the last round of sending."""
 
     def sample(
         self,
@@ -103,7 +113,10 @@ class BackgroundController(Controller):
         *,
         may_grow: bool = True,  # noqa: ARG002 - only the users limit the window
     ) -> list[Decision | CornerChange]:
-        """Process a fresh load sample; return the changes of the window."""
+        """Process a fresh load sample; return the changes of the window.
+
+        The law is in the module's docstring. `kept` is set if rows of this run are to be preempted.
+        """
         gap_s = self._learn(now, reading)
         most_users = self._count_users(gap_s, reading)
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
@@ -111,7 +124,8 @@ class BackgroundController(Controller):
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
         allowed = min(self._allowed_by_slots(slots, ahead), self._allowed_by_pool(now, reading))
         room = int(allowed - most_users)
-        if most_users and reading.queue:  # Users may be among the waiting requests.
+        # Requests of users may wait in the queue, so our rows must not take the slots that those need.
+        if most_users and reading.queue:
             room = min(room, reading.in_flight - min(reading.queue, most_users))
         self.state = "background"
         if now - self._refused_at < CALM_S:
@@ -136,9 +150,13 @@ class BackgroundController(Controller):
         return [*decisions]
 
     def _count_users(self, gap_s: float, reading: Reading) -> int:
-        """Update the certain number of users, and its recent rise; return their largest possible number."""
+        """Update the number of users that are certainly there, and its recent rise.
+
+        Return the maximum number of users that may be there.
+        """
         total, users_before = reading.running + reading.queue, self.users
-        # When the gauges were taken, the number of our rows was between these two counts.
+        # The gauges were taken between the last two samples. At that time the number of this run's requests
+        # was between these two counts.
         fewest_ours, most_ours = sorted((reading.in_flight, self.ours))
         self.ours = reading.in_flight
         self.users = max(0, total - most_ours)
@@ -153,6 +171,7 @@ class BackgroundController(Controller):
             self._rounds = 0
             return
         # A server that lets users go first starts a few of them in its next pass, without any preemption.
+        # Each further sample in which users wait doubles the number of preempted rows.
         if self._rounds or waiting_users > ahead or not self._yields:
             self.kept = max(0, reading.in_flight - waiting_users * 2**self._rounds)
         self._rounds = min(self._rounds + 1, MOST_ROUNDS)
@@ -163,6 +182,7 @@ class BackgroundController(Controller):
         `allowed` is the number of requests, of the users and ours, that leaves all spare slots free. A server
         that lets users go first needs no spare slots.
         """
+        # So many rows that half of the spare slots remain free.
         may_stay = max(0, allowed - self.users + self._spare // 2)
         if self.users and not self._yields and reading.in_flight > may_stay:
             self.kept = may_stay
@@ -176,6 +196,7 @@ class BackgroundController(Controller):
         stuck = min(reading.queue, self._last_queue)
         has_started = reading.running > self._last_running
         self._last_queue, self._last_running = reading.queue, reading.running
+        # Try a higher limit little by little, until requests are stuck again.
         self._admits *= 2 ** (gap_s / TRUST_S)
         # Token usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they
         # run.
@@ -195,7 +216,8 @@ class BackgroundController(Controller):
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:
         """Return the number of requests, of the users and ours, that the KV pool allows."""
         fits = float(self._fits)
-        if self._usage and now - self._began > self._life_s:  # The means have seen whole lives of rows.
+        # By now the means cover the whole running time of rows.
+        if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage
         room = self._full * min(fits, self._admits)
         overuse = reading.usage / self._full

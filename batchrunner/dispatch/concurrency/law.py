@@ -4,14 +4,14 @@ The window W is the number of requests that are kept in flight at a scheduler. R
 cannot run wait there as `#queue-req`. Each row that ends makes room for one more, so a slower engine gets
 fewer rows without any decision. A fresh load sample moves W:
 
-    W ← 2·W                 while the queue is empty, the pool is not nearly full, and sent rows have arrived
-    W ← W + 0.37·(q* - q)   otherwise, if |q* - q| > q*/4
-    W ≤ running + min(queue, w) + λ'·τ      while the pool is nearly full; w is 0 while it is overfull
-    W ≤ 0.9·mean(running) / mean(usage)     while it is overfull
+W ← 2·W while the queue is empty, the pool is not nearly full, and sent rows have arrived W ← W + 0.37·(q* -
+q) otherwise, if |q* - q| > q*/4 W ≤ running + min(queue, w) + λ'·τ while the pool is nearly full; w is 0
+while it is overfull W ≤ 0.9·mean(running) / mean(usage) while it is overfull
 
-- q* is the wanted length of the queue: q* = w / 0.75 with w = low + 2·λ·τ. λ rows/s end, and samples are τ s
-  apart. So each row that ends between two samples has a successor in the queue, and w, the lower end of the
-  dead band, is not below `low`. While the pool is overfull, q* is 1.5·low.
+- q* is the wanted length of the queue: q* = w / 0.75 with w = low + 2·λ·τ. `low` is the lower end of the
+  queue's band, λ rows/s end, and samples are τ s apart. So each row that ends between two samples has a
+  successor in the queue, and w, the lower end of the dead band, is not below `low`. While the pool is
+  overfull, q* is 1.5·low.
 - q is `#queue-req` as long as running + queue account for the requests in flight. Otherwise the gauges are
   older than W's last move, and q is predicted: q = min(in flight, W) - mean(in flight - queue), where the
   mean has a half-life of 4 s. Without the prediction, W would swing when gauges are 4 s late. The prediction
@@ -151,10 +151,13 @@ class Controller:
     """The window of one scheduler. Times are seconds of any clock that does not go back."""
 
     least = 1
-    """The smallest window."""
+    """Minimum window, in requests."""
 
     def __init__(self, scheduler: str, window: int, band: QueueBand, *, most: int, now: float) -> None:
-        """Begin with a `window`, which never exceeds `most`, the number of connections that are allowed."""
+        """Start with `window` requests.
+
+        The window never exceeds `most`, the number of connections allowed.
+        """
         self.scheduler = scheduler
         self.band = band
         self.window = min(window, most)
@@ -169,17 +172,26 @@ class Controller:
         self._period_s = 0.0
         self._refused_at = -CALM_S
         self._nearly_full_at = float("-inf")
-        self._ended = self._retractions = 0.0  # totals at the last sample
-        self._recent_retractions = 0.0  # a count that halves each minute
-        self._rate = 0.0  # rows that end per second
-        self._at_work = 0.0  # mean number of requests that run or are on their way
-        self._running = self._mean_rate = self._usage = 0.0  # means with the life of a row as half-life
+        self._ended = self._retractions = 0.0
+        """Totals at the last load sample."""
+        self._recent_retractions = 0.0
+        """Number of recent retractions; the count halves each minute."""
+        self._rate = 0.0
+        """Number of rows that end per second."""
+        self._at_work = 0.0
+        """Mean number of requests that run, or that were sent and have not reached the scheduler."""
+        self._running = self._mean_rate = self._usage = 0.0
+        """Means whose half-life is the running time of a row."""
         self._life_s = LONGEST_LIFE_S
-        self._start_credit = 0.0  # fraction of a row that may begin, carried over to the next sample
-        self._held_share = 0.0  # recent share of time in which the server held back
-        self._newest_corner: Corner | None = None  # load state at the last sample
+        self._start_credit = 0.0
+        """Fraction of a row that may begin; it is carried over to the next load sample."""
+        self._held_share = 0.0
+        """Recent share of the time in which the server was too conservative (load state `held`)."""
+        self._newest_corner: Corner | None = None
+        """Load state at the last load sample."""
         self._newest_corner_since = now
-        self._logged_corner: Corner | None = None  # load state in the last event
+        self._logged_corner: Corner | None = None
+        """Load state that the event log shows."""
 
     def sample(self, now: float, reading: Reading, *, may_grow: bool = True) -> list[Decision | CornerChange]:
         """Process a fresh sample; return the changes. `may_grow` is false if the route has a long queue."""
@@ -187,6 +199,7 @@ class Controller:
         in_use = reading.in_flight >= IN_USE * self.window
         is_calm = now - self._refused_at >= CALM_S
         is_full = self._is_full(now, reading)
+        # The start ends once requests wait at the scheduler, or the pool is full.
         if self.state != "start" or reading.queue >= self.band.low or is_full:
             self.state = "steady" if is_calm else "pressure"
         decisions = self._steer(now, reading, is_full=is_full, may_grow=may_grow and in_use and is_calm)
@@ -199,7 +212,8 @@ class Controller:
         if self.state == "blind" or silence_s < patience_s:
             return []
         self.state = "blind"
-        # The window stays, except that a background run (`least` is 0) sends nothing to unknown users.
+        # The window stays as it is. Only in a background run (`least` is 0) it becomes 0, because users may
+        # have come unseen.
         window = min(self.window, self.least * self._most)
         return self._move(window, f"no fresh load for {silence_s:.0f} s", always=True)
 
@@ -214,6 +228,7 @@ class Controller:
             return []
         self._refused_at = now
         self.state = "pressure"
+        # Refusals alone never narrow the window to less than a quarter of the first window.
         least = min(self.window, max(1, self._first_window // 4))
         return self._move(max(least, round(self.window * BACK_OFF)), reason)
 
@@ -225,7 +240,8 @@ class Controller:
     def _learn(self, now: float, reading: Reading) -> float:
         """Update the averages with a load sample; return the seconds since the last sample."""
         at_work = reading.in_flight - reading.queue
-        if self._fresh_at is None:  # The first sample sets the totals, so that its differences are 0.
+        # The totals start at the first sample, so that the first differences are 0.
+        if self._fresh_at is None:
             self._fresh_at = now
             self._at_work, self._ended, self._retractions = at_work, reading.ended, reading.retractions
         gap_s = now - self._fresh_at
@@ -245,17 +261,19 @@ class Controller:
 
     def _learn_means(self, now: float, gap_s: float, reading: Reading) -> None:
         """Update the means whose half-life is a row's mean running time, and then that time itself."""
-        # At first these are plain means since the beginning: a decaying mean would weigh a sample too little.
+        # At first the means are plain averages since the beginning, because a decaying mean would give a new
+        # sample too little weight.
         elapsed_s = max(now - self._began, gap_s) or 1.0
         weight = max(gap_s / elapsed_s, _weight(gap_s, max(self._life_s, LEAST_LIFE_S)))
         self._running += weight * (reading.running - self._running)
         self._mean_rate += weight * (self._rate - self._mean_rate)
         self._usage += weight * (reading.usage - self._usage)
-        if self._mean_rate > 0:
+        if self._mean_rate > 0:  # Little's law: running time = running rows / rows per second.
             self._life_s = min(self._running / self._mean_rate, LONGEST_LIFE_S)
 
     def _is_full(self, now: float, reading: Reading) -> bool:
         """Tell whether the KV pool is nearly full, or overfull."""
+        # With as many running requests as the scheduler allows, the slots are the limit and not the pool.
         is_at_cap = reaches_cap(max(reading.running, self._running), reading.max_running)
         if reading.usage >= NEAR_USAGE and not is_at_cap:
             self._nearly_full_at = now
@@ -268,11 +286,13 @@ class Controller:
         if not is_full and (reading.queue == 0 or is_starting):
             return self._double(now, reading) if may_grow else []
         target = self._wanted_queue()
-        # Requests beyond the window are not replaced when they end, so they count as gone.
+        # When a request beyond the window ends, no other request replaces it. So such requests count as
+        # ended.
         in_flight = min(reading.in_flight, self.window)
         queue = in_flight - self._at_work
         if abs(reading.in_flight - reading.running - reading.queue) <= DEAD_BAND * target:
-            # The gauges account for all requests in flight, so they are newer than the window's last move.
+            # The gauges account for all requests in flight, so they are newer than the last change of the
+            # window.
             queue = in_flight - reading.in_flight + reading.queue
         error = target - queue
         window = float(self.window)
@@ -287,16 +307,20 @@ class Controller:
             room = self._room(reading, target)
             if room < window:
                 window = room
-                reason = f"token usage {reading.usage:.2f}: rows are sent only as the KV pool has room"
+                reason = (
+                    f"token usage {reading.usage:.2f}: rows are sent only as fast as the KV pool has room"
+                )
         return self._move(int(window), reason)
 
     def _double(self, now: float, reading: Reading) -> list[Decision]:
         """Double the window, unless the rows of its last doubling have not arrived at the scheduler yet."""
-        # Ended rows show arrival, too: rows in a prefill are in no gauge, and short rows end between samples.
+        # Ended rows prove arrival too, because no gauge counts a row during its prefill, and short rows may
+        # end between two samples.
         ended = self._mean_rate * (now - self._doubled_at)
         if max(reading.running + reading.queue, ended) < IN_USE * self.window:
             return []
         self._doubled_at = now
+        # The window grows by no more than half of the longest healthy queue at a time.
         step = min(self.window, max(1, self.band.high // 2))
         reason = f"#queue-req {reading.queue} is under {self.band.low}: the window grows fast"
         return self._move(self.window + step, reason)
@@ -310,12 +334,14 @@ class Controller:
     def _room(self, reading: Reading, target: float) -> float:
         """Return the maximum number of requests in flight while the pool is nearly full or overfull.
 
-        `target` is the wanted length of the queue. Rows may begin only at the pace of a well used pool.
+        `target` is the wanted length of the queue, in requests. Credit for new rows grows at the pace at
+        which a well used pool would take them.
         """
-        usage = max(self._usage, NEAR_USAGE / 4)  # The mean may still be near 0 at first.
+        # Near the beginning of a run the mean is close to 0, and a division by it would give a huge credit.
+        usage = max(self._usage, NEAR_USAGE / 4)
         self._start_credit += self._mean_rate * GOOD_USAGE / usage * self._period_s
         may_begin, self._start_credit = divmod(self._start_credit, 1)
-        if self.is_overfull:
+        if self.is_overfull:  # No row may wait, and fewer rows may run, so that the pool becomes well used.
             return max(1.0, min(reading.running + may_begin, GOOD_USAGE * self._running / usage))
         return max(1.0, reading.running + min(reading.queue, (1 - DEAD_BAND) * target) + may_begin)
 
@@ -345,7 +371,7 @@ class Controller:
 
     def _find_corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
         """Return the load state of this sample; None if no state fits, or while the input is too slow."""
-        # Token usage 0 marks a task without decoding, about which the pool says nothing.
+        # Token usage 0 marks a task without decoding. Such a task does not use the KV pool.
         is_held = in_use and reading.usage > 0 and holds_back(reading) and not self.is_overfull
         self._held_share += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held - self._held_share)
         if not in_use:
@@ -380,9 +406,9 @@ nothing."""
 TYPICAL_MAX_NEW_TOKENS = 512
 """Assumed `max_new_tokens` if the job sets none, or takes it from a column."""
 SHORT_OUTPUT_TOKENS = 256
-"""Known short prompts enlarge the first window only if `max_new_tokens` is at most this. Rows with longer
-outputs grow together: with a larger first window, five times as many of them were retracted, at the same
-throughput."""
+"""Maximum `max_new_tokens` with which known short prompts enlarge the first window. With longer outputs, rows
+that begin together also grow together. A larger first window then had five times as many rows retracted, at
+the same throughput."""
 
 
 def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:
@@ -413,7 +439,8 @@ def first_window(
     running, reason = max_running, f"max_running_requests {max_running}"
     if max_total_tokens is not None:
         fitting = max(1, max_total_tokens // row_tokens)
-        # The pool's number is rough, so it counts only if it is lower by half of the longest healthy queue.
+        # The number of requests that fit the pool is a rough estimate. So it counts only if it is much lower
+        # than max_running_requests, by half of the longest healthy queue.
         if fitting + high // 2 < running + low:
             running = fitting
             reason = f"the KV pool of {max_total_tokens:,} tokens holds about {fitting:,} requests"

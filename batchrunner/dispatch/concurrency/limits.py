@@ -89,7 +89,8 @@ class RouteLimit:
     counted: int = 0
     """Number of ended rows that were already added to `recent`."""
     share: int | None = None
-    """Limit of requests in flight by its share of the remaining rows; None before it is computed."""
+    """Maximum requests in flight on this route, in proportion to its share of the remaining rows; None before
+    it is computed."""
     in_flight: int = 0
     """Requests in flight of all runs, at the last load sample."""
 
@@ -161,7 +162,7 @@ class ConcurrencyLimits:
     """The schedulers, by their names."""
     routes: list[RouteLimit] = field(init=False)
     """Routes of the engine; more may be added later."""
-    _shared_at: float | None = None  # when shares were last computed; a clock may begin at any value
+    _shared_at: float | None = None  # time at which the shares were last computed
 
     def __post_init__(self) -> None:
         """Create the engine's routes; their schedulers are added by `begin`."""
@@ -172,16 +173,17 @@ class ConcurrencyLimits:
         decisions = [self._add(load, now) for load in loads]
         without_load = [route for route in self.routes if not route.schedulers]
         decisions += [self._add(self._assumed_load(route), now) for route in without_load]
-        self._share_out(unsent, now)
+        self._share_out(unsent, now)  # Its decisions are left out, because no window was reported before.
         return decisions
 
     def window_of(self, route: RouteLimit) -> int:
         """Return the window of a route, at most its share of the remaining rows."""
-        if self.fixed is not None:
-            return min(max(1, -(-self.fixed // len(self.routes))), self.most)
+        if self.fixed is not None:  # Each route gets an equal part, rounded up.
+            return min(max(1, math.ceil(self.fixed / len(self.routes))), self.most)
         window = self._wanted(route)
         if route.share is not None:
             window = min(window, route.share)
+        # Only a background run may have to send nothing.
         return max(0 if self.is_background else 1, window)
 
     @property
@@ -218,7 +220,7 @@ class ConcurrencyLimits:
 
     @property
     def retractions(self) -> int:
-        """Retractions of all rows that have ended."""
+        """Number of retractions over all rows that have ended."""
         return sum(route.ended.retractions for route in self.routes)
 
     def observe(
@@ -235,6 +237,7 @@ class ConcurrencyLimits:
         for load in loads:
             self.schedulers[load.scheduler].polled_at = now
         self._forget_absent_schedulers(now)
+        # Windows stay as they are if no row remains to be sent, or if the job sets them.
         if not self.is_background and (unsent == 0 or self.fixed is not None):
             for scheduler in self.schedulers.values():
                 scheduler.controller.stop_steering("fixed" if unsent else "tail")
@@ -247,7 +250,10 @@ class ConcurrencyLimits:
         return changes
 
     def _forget_absent_schedulers(self, now: float) -> None:
-        """Forget a silent scheduler if others of its route report: the gateway has lost that worker."""
+        """Forget a scheduler that stopped reporting while others of its route report.
+
+        A gateway has then lost the worker with this scheduler.
+        """
         for route in self.routes:
             reporting = [scheduler for scheduler in route.schedulers if not scheduler.is_unreachable(now)]
             if reporting and len(reporting) < len(route.schedulers):
@@ -277,22 +283,23 @@ class ConcurrencyLimits:
     def _assumed_load(self, route: RouteLimit) -> SchedulerLoad:
         """Return an idle load for a route that reports none, with an equal part of the engine's limits."""
         count = len(self.info.routes)
-        running, tokens = (
-            limit and max(1, limit // count) for limit in (self.info.max_running, self.info.max_total_tokens)
-        )
+
+        def part_of(limit: int | None) -> int | None:
+            return limit and max(1, limit // count)
+
         return SchedulerLoad(
             scheduler=route.url,
             source="engine",
             running=0,
             queue=0,
             token_usage=0.0,
-            max_total_tokens=tokens,
-            max_running=running,
+            max_total_tokens=part_of(self.info.max_total_tokens),
+            max_running=part_of(self.info.max_running),
             route=route.url,
         )
 
     def _add(self, load: SchedulerLoad, now: float) -> Decision:
-        """Add a scheduler by its first load; return its first window."""
+        """Start to control the scheduler that reports this load; return its first window as a decision."""
         name, max_running, band = load.scheduler, load.max_running, self._band(load)
         if self.passes is not None:
             window = self.passes.first_window(max_running)
@@ -323,13 +330,18 @@ class ConcurrencyLimits:
         )
         self.schedulers[name] = scheduler
         route.schedulers.append(scheduler)
+        # Before rows have ended, the shares of the routes are in proportion to their first windows.
         route.recent += controller.window
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(scheduler=name, old=0, new=controller.window, state=controller.state, reason=why)
 
     def _sample(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision | CornerChange]:
-        """Pass each new sample to its scheduler's controller; return the changes of windows and states."""
-        requests = Counter[RouteLimit]()  # that run or wait, over all schedulers of a route
+        """Pass each new load sample to the controller of its scheduler.
+
+        Return the changes of windows and load states.
+        """
+        # running and waiting requests of each route, over all its schedulers
+        requests = Counter[RouteLimit]()
         full_routes = set[RouteLimit]()
         for load in loads:
             scheduler = self.schedulers[load.scheduler]
@@ -344,14 +356,17 @@ class ConcurrencyLimits:
             # because it says that there are still no users.
             if not scheduler.update(load) and (load.has_work or not self.is_background):
                 continue
-            controller.band = self._band(load)  # a restarted server may have other limits
+            controller.band = self._band(load)  # A restarted server may have other limits.
             may_grow = len(route.schedulers) == 1 or route not in full_routes
             reading = self._reading(scheduler, load, requests[route])
             changes += controller.sample(now, reading, may_grow=may_grow)
         return changes
 
     def _reading(self, scheduler: SchedulerLimit, load: SchedulerLoad, requests: int) -> Reading:
-        """Return a scheduler's load with its part of its route's counts; `requests` run or wait there."""
+        """Return the reading of a scheduler: its load, and its part of the counts of its route.
+
+        `requests` is the number of requests that run or wait on the whole route.
+        """
         route, count = scheduler.route, len(scheduler.route.schedulers)
         in_flight = route.in_flight
         if count > 1:
@@ -362,6 +377,7 @@ class ConcurrencyLimits:
             queue=load.queue,
             in_flight=in_flight,
             ended=route.ended.rows / count,
+            # Rows of a task without decoding do not use the KV pool.
             usage=load.token_usage if self.passes is None else 0.0,
             retractions=self._retractions_of(scheduler),
             max_running=load.max_running,
@@ -406,7 +422,8 @@ class ConcurrencyLimits:
         self._shared_at = now
         for route in self.routes:
             route.count_recent(gap_s)
-        if self.is_background:  # the users limit each route
+        # In a background run, the engine's users limit each route, so shares are not needed.
+        if self.is_background:
             return []
         unreachable = [route for route in self.routes if route.is_unreachable(now)]
         new_shares = shares(self.routes, remaining, unreachable)
@@ -414,8 +431,9 @@ class ConcurrencyLimits:
         for route, new_share in zip(self.routes, new_shares, strict=True):
             before, window = route.share, self._wanted(route)
             share = route.share = self._soon_used(route, new_share)
-            is_new_limit = share < window and (before is None or window <= before)
-            if is_new_limit:
+            # A decision is returned only when the share begins to limit the route.
+            was_limited = before is not None and before < window
+            if share < window and not was_limited:
                 why = f"the route's share of the {remaining} remaining rows"
                 decisions.append(
                     Decision(scheduler=route.url, old=window, new=share, state="share", reason=why)

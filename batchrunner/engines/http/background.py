@@ -51,9 +51,9 @@ class BackgroundServers(AttachedServers):
             note = "background: the server lets its users' requests go first"
         else:
             note = (
-                "background: the server does not let its users' requests go first, so they may wait for rows "
-                "of this run, which leaves a part of the server free for them. To let them go first, start "
-                f"the server with {YIELDS}"
+                "background: the server does not let its users' requests go first. They may wait for rows of "
+                "this run, so the run leaves a part of the server free. To let users go first, start the "
+                f"server with {YIELDS}"
             )
         return replace(
             info,
@@ -80,6 +80,7 @@ class BackgroundServers(AttachedServers):
     def preempt(self, route: str, kept: int) -> None:
         """Preempt the youngest rows of a route, so that `kept` rows stay; see `Engine.preempt`."""
         endpoint = self.endpoints[route]
+        # The oldest request comes first, so the requests after the first `kept` are the youngest.
         abortable = [(task, request) for task, request in endpoint.requests.items() if request.rids]
         for task, request in abortable[kept:]:
             if task not in self._preempted:
@@ -112,7 +113,7 @@ class BackgroundServers(AttachedServers):
         return reply
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
-        """Abort requests by their ids, unless the current row is being preempted, which aborts it already."""
+        """Abort requests by their ids. A preempted row is left out, because it has been aborted already."""
         if asyncio.current_task() in self._preempted:
             return True
         return await super()._abort(endpoint, rids)
@@ -120,10 +121,11 @@ class BackgroundServers(AttachedServers):
     async def _preempt_row(self, endpoint: Endpoint, task: asyncio.Task[Any], request: SentRequest) -> None:
         """Abort a request. If the request goes on nevertheless, close its connection."""
         if await self._abort(endpoint, request.rids):
-            await asyncio.sleep(TIMING.status_timeout)
+            await asyncio.sleep(TIMING.status_timeout)  # an aborted request ends within this time
         is_still_in_flight = endpoint.requests.get(task) is request
         if is_still_in_flight:
-            del endpoint.requests[task]  # by this the task knows that its caller did not cancel it
+            # A missing entry tells the task that the cancellation did not come from its caller.
+            del endpoint.requests[task]
             task.cancel()
 
 

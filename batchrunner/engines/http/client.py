@@ -176,6 +176,7 @@ class HttpEngine(Engine):
         notes = [f"connections limited by {limited_by}", *info.notes]
         if not self._reports_load:
             notes.append("the server reports no load (no /v1/loads)")
+        # Servers that the run starts pool the vectors as the model's authors do.
         if self._task == EMBED and not self.starts_servers and (note := pooling_note(models[0])):
             notes.append(note)
         return replace(
@@ -226,7 +227,7 @@ class HttpEngine(Engine):
         return 0
 
     def status_of(self, url: str) -> ServerStatus:
-        """Return a client for questions to a server."""
+        """Return a client for a server's status paths, such as `/model_info`."""
         assert self._question_session is not None
         return ServerStatus(self._question_session, url)
 
@@ -326,7 +327,7 @@ class HttpEngine(Engine):
                 [requests[index] for index in indexes_to_send],
                 lambda sent_index, result: ended(indexes_to_send[sent_index], result),
             )
-        except EngineBusyError:  # a busy server would refuse smaller bundles too
+        except EngineBusyError:  # a busy server would refuse smaller requests too
             raise
         except RequestError as failure:
             # An error with a reply is the fault of one row, which fails again when it is sent alone. Other
@@ -357,7 +358,7 @@ class HttpEngine(Engine):
         """Poll the load of every replica; leave out replicas that do not answer within 2 s."""
         if not self._reports_load:
             return []
-        serving = self.serving  # `serving` may be replaced during the polls
+        serving = self.serving  # another coroutine may replace `self.serving` during the polls
         loads: list[SchedulerLoad] = []
         polls = await asyncio.gather(*(self._loads_of(endpoint.url) for endpoint in serving))
         for endpoint, server_loads in zip(serving, polls, strict=True):
@@ -390,6 +391,7 @@ class HttpEngine(Engine):
                 self._pause(endpoint, hang, progress)
 
     def _pause(self, endpoint: Endpoint, hang: Hang, progress: object) -> None:
+        """Pause a server that hangs, and report the hang; `progress` is its progress so far."""
         why = f"{endpoint.url} {hang.why}"
         self._incidents.append(Incident("hangs", endpoint.url, why))
         hang_s = self._limits.hang
@@ -436,7 +438,10 @@ class HttpEngine(Engine):
                 endpoint.end_requests(sent_before=latest_send_time)
 
     async def _is_alive(self, endpoint: Endpoint) -> bool:
-        """Ask a server whether it answers. All rows that lost their connections together share a question."""
+        """Tell whether a server still answers.
+
+        Rows that lost their connections at the same time share one request to the server.
+        """
         liveness = endpoint.liveness
         question = liveness.question
         if question is None:
@@ -444,7 +449,8 @@ class HttpEngine(Engine):
             status = ServerStatus(self._question_session, endpoint.address)
             question = liveness.question = asyncio.ensure_future(status.is_alive())
             question.add_done_callback(liveness.forget_question)
-        alive = await asyncio.shield(question)  # a cancelled row must not cancel the question of other rows
+        # The shield keeps the request alive for the other rows if this row is cancelled.
+        alive = await asyncio.shield(question)
         liveness.record(alive=alive)
         return alive
 
@@ -470,10 +476,9 @@ class HttpEngine(Engine):
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:
         """Return the model name to send with a row of a batch file; None if the row has no model name.
 
-        The row's name is sent unchanged, unless it is the name of a LoRA adapter without the base model's.
-        SGLang takes the part after a colon for an adapter, and refuses an adapter that is not loaded. A
-        request with any name without a colon is answered by the base model. So the name of an adapter is
-        sent as `model:adapter`.
+        SGLang reads a name as `model:adapter`. For a name without a colon the base model answers, even if it
+        is the name of a LoRA adapter. So the bare name of an adapter is sent as `model:adapter`, and any
+        other name unchanged. SGLang refuses an adapter that is not loaded.
         """
         if name is None or name in self._model_names or ":" in name:
             return name
@@ -580,7 +585,7 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
-        if answer is None:  # all rows have ended by their events
+        if answer is None:  # every row has ended by an event
             return
         if answer.is_json:
             raise BundleRefusedError("the answer to a request with several rows is not an event stream")
@@ -620,7 +625,8 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
-        if answer is not None and answer.is_json:  # a proxy or server that does not stream
+        # a proxy or server that does not stream sends one JSON reply
+        if answer is not None and answer.is_json:
             return replies.completion_of(request, answer.content)
         if answer is not None:
             raise self._refusal(endpoint, answer)
@@ -702,7 +708,8 @@ class HttpEngine(Engine):
         sender = endpoint.senders.get(path)
         if sender is None:
             sender = endpoint.senders[path] = self._new_sender(endpoint, path)
-        if endpoint.doubts:  # otherwise another model might compute the rows
+        # After a lost connection, another server with another model may be at the address.
+        if endpoint.doubts:
             await self.guard.confirm(endpoint)
         posted = await sender.post(body)
         try:
@@ -745,6 +752,7 @@ class HttpEngine(Engine):
         return not any(failures)
 
     async def _post_abort(self, endpoint: Endpoint, rid: str) -> None:
+        """Ask a server to abort one request; raises if the server does not accept the call."""
         assert self._question_session is not None
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
         async with self._question_session.post(
@@ -816,7 +824,7 @@ class BundleAnswer:
                     if self._is_over and end.when() is None:
                         end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
         except TimeoutError:
-            if not self._is_over:  # a timeout of the connection, not the one above
+            if not self._is_over:  # The stream has not ended, so the timeout is that of the connection.
                 raise
         return self.refusal
 

@@ -43,7 +43,8 @@ def raise_file_limit() -> int:
     if soft == resource.RLIM_INFINITY:
         return MOST_FILES
     new_limit = MOST_FILES if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(ValueError, OSError):  # the kernel's maximum is lower
+    # The kernel may refuse the hard limit, because its own maximum is lower. Then the soft limit stays.
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
         soft = new_limit
     if soft < FEWEST_FILES:
@@ -65,7 +66,8 @@ def free_port() -> int:
     end = first_local_port if is_range_below else _HIGHEST_PORT
     for _ in range(_PORT_TRIES):
         port = random.randrange(_LOWEST_PORT, end)  # noqa: S311 - not a secret
-        with contextlib.suppress(OSError), socket.socket() as probe:  # OSError: the port is in use
+        # bind raises OSError if the port is in use
+        with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError("no port is free")
@@ -91,7 +93,7 @@ class HeldPort:
         raise OSError(errno.EADDRINUSE, "no port is free")
 
     def release(self) -> None:
-        """Let other batchrunner processes have the port."""
+        """End the reservation of the port, so that other batchrunner processes may use it."""
         self._reservation.close()
 
 

@@ -105,9 +105,9 @@ ASTRAY = (
     "--disable-worker-overload-protection)"
 )
 """Warning about a row that another worker answered than the worker of its routing key."""
-_NO_TEXTS = "the gateway's workers speak gRPC, and it returns them without the texts of the tokens"
+_NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
-    "sampling.lora_path": "the gateway's workers speak gRPC, and it drops the name of the adapter",
+    "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
     **dict.fromkeys(OF_TOKENS, _NO_TEXTS),
 }
 """Parts of a job that gRPC workers cannot do, and why."""
@@ -137,7 +137,11 @@ def code_of(content: bytes) -> str | None:
 
 
 def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
-    """Return the error of a row that the gateway itself refused; None if the row may be at fault."""
+    """Return the error of a row that the gateway itself refused; None if the row may be at fault.
+
+    No row is to blame if the gateway reached no worker, or has a limit. After a timeout, the attempt counts
+    against the row. If a connection broke before the answer, the row may have killed the worker.
+    """
     code = code_of(answer.content)
     if code is None:
         return None
@@ -212,12 +216,12 @@ class WorkerState:
 
 @dataclass(slots=True)
 class WorkerStates:
-    """States of a gateway's workers, which decide whether an answer is surely one of the run's model."""
+    """States of a gateway's workers. They decide whether an answer certainly came from the run's model."""
 
     of: dict[str, WorkerState] = field(default_factory=dict)
     """States by the URLs of the workers."""
     listed_at: float = -math.inf
-    """Time of the last question for the list of workers that was answered."""
+    """Time at which the last answered request for the list of workers was sent."""
     gateway_lost_at: float = -math.inf
     """Time at which a row's connection to the gateway last failed."""
 
@@ -245,7 +249,7 @@ class GatewaySender(PostSender):
     def __init__(
         self, session: aiohttp.ClientSession, url: URL, headers: Mapping[str, str], workers: WorkerStates
     ) -> None:
-        """Take the further headers of each request, and the states of the workers, which change."""
+        """Send `headers` with each request. `workers` is shared with the engine, which updates it."""
         super().__init__(session, url, headers=headers)
         self._workers = workers
         self.answered_by: str | None = None
@@ -304,7 +308,8 @@ class ThroughGateway(HttpEngine):
         self._key_search: asyncio.Task[None] | None = None
         """Search for new keys, after a change of the workers."""
         self._next_search_at = 0.0
-        """Time before which a wrong worker's answer starts no search, in seconds of the monotonic clock."""
+        """No new key search starts before this time (seconds of the monotonic clock), even if a wrong worker
+        answers."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
@@ -395,6 +400,7 @@ class ThroughGateway(HttpEngine):
                 )
         labels = next((worker.labels for worker in workers if worker.labels), {})
         labelled = {name: _value_of(value) for name, value in labels.items()}
+        # The replies take precedence, because the labels date from the registration of the worker.
         model = {"served_model_name": workers[0].model_id, **labelled, **model}
         if not model.get("model_path"):
             raise EngineAwayError(f"{self.url}: the gateway does not say which model its workers serve")
@@ -416,7 +422,7 @@ class ThroughGateway(HttpEngine):
         return None
 
     async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:  # noqa: ARG002
-        """Return the name by which the gateway finds a worker; warn once for each other name in rows."""
+        """Return the model name that the gateway knows; warn once for each unknown name in the rows."""
         if name is not None and name not in self._model_names and name not in self._names_to_send:
             log.warning("requests for the model %r are answered by %s", name, self._model_id)
             self._names_to_send[name] = self._model_id
@@ -427,6 +433,7 @@ class ThroughGateway(HttpEngine):
         error = refusal_of(answer)
         if isinstance(error, (EngineDownError, EngineDiedError)):
             for url, state in self._workers.of.items():
+                # The gateway's message may name the worker, also if the route is the whole gateway.
                 if url == endpoint.url or url.encode() in answer.content:
                     state.watch.record_failure()
         return error or super()._refusal(endpoint, answer)
@@ -446,7 +453,7 @@ class ThroughGateway(HttpEngine):
         return True
 
     async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - the same for all rows
-        """Tell that no row is to blame for a lost connection, because the gateway was lost and no worker."""
+        """Return True: the connection to the gateway was lost, not to a worker, so no row is to blame."""
         return True
 
     # Workers and their load
@@ -473,16 +480,19 @@ class ThroughGateway(HttpEngine):
         self._workers.listed_at = asked_at
         self._follow(workers)
         loads = self._loads_now(workers, time.monotonic())
-        if self._has_keys:  # otherwise the rows of one worker cannot be told from those of others
+        # Without routing keys, it is unknown which worker a row is at, so a hang cannot be attributed to a
+        # worker.
+        if self._has_keys:
             self._pause_hanging_servers([load for load in loads if load.used_tokens is not None])
         return loads
 
     def _log_absence(self, why: str | None) -> None:
         """Log when the gateway goes away (`why` is the reason), and when it is back (`why` is None)."""
-        if (why is not None) == self._is_away:
+        is_away = why is not None
+        if is_away == self._is_away:
             return
-        self._is_away = why is not None
-        if why is not None:
+        self._is_away = is_away
+        if is_away:
             log.warning("the gateway %s is away (%s): rows wait for it", self.url, why)
         else:
             log.warning("the gateway %s is back", self.url)
@@ -507,6 +517,7 @@ class ThroughGateway(HttpEngine):
         return [self._load_of(worker, now) for worker in used_workers]
 
     def _load_of(self, worker: GatewayWorker, now: float) -> SchedulerLoad:
+        """Return a worker's load. A worker that is no route counts as a scheduler of the gateway's route."""
         is_route = worker.url in self.endpoints
         return self._workers.see(worker.url).load.now(
             self._in_flight_at(worker),
@@ -518,11 +529,12 @@ class ThroughGateway(HttpEngine):
     def _in_flight_at(self, worker: GatewayWorker) -> int:
         """Estimate the rows in flight at a worker, from our own rows and the gateway's count of requests."""
         endpoint = self.endpoints.get(worker.url)
-        if endpoint is not None:
+        if endpoint is not None:  # the worker is a route, so our own requests at it are known
             requests_of_others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
             return _rows_of(endpoint) + requests_of_others
         if worker.load is None:
             return worker.report.num_running_reqs + worker.report.num_waiting_reqs
+        # The gateway chooses the worker of each request, so the requests at it may be bundles of ours.
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
@@ -532,11 +544,14 @@ class ThroughGateway(HttpEngine):
         workers.
         """
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
+        # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
         counts = [worker.load for worker in decoding if worker.load is not None]
         counted = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(counted, sum(map(_rows_of, self.serving)))
-        report, all_reports = (sum_of([worker.report for worker in part]) for part in (decoding, workers))
-        report.num_waiting_reqs, report.reported_at = all_reports.num_waiting_reqs, all_reports.reported_at
+        report = sum_of([worker.report for worker in decoding])
+        report_of_all = sum_of([worker.report for worker in workers])
+        report.num_waiting_reqs = report_of_all.num_waiting_reqs
+        report.reported_at = report_of_all.reported_at
         self._halves_load.observe(report, in_flight)
         return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
@@ -548,16 +563,17 @@ class ThroughGateway(HttpEngine):
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers that the gateway uses now; search for keys if workers or keys changed."""
         in_use = urls_in_use(workers)
-        # After a start of the gateway all workers are new, so nothing is logged about them.
-        for url in sorted(in_use - self._in_use if self._in_use else ()):
-            log.info("%s gets rows: the gateway uses it", url)
+        if self._in_use:  # after a start of the gateway, all workers would be logged as new
+            for url in sorted(in_use - self._in_use):
+                log.info("%s gets rows: the gateway uses it", url)
         for url in sorted(self._in_use - in_use):
             log.info("%s gets no more rows: the gateway does not use it now", url)
         is_changed, self._in_use = in_use != self._in_use, in_use
         if not self._has_keys:  # The gateway chooses the worker of each request, so keys are of no use.
             return
-        for endpoint in self.serving if is_changed else ():
-            endpoint.set_listed(is_listed=endpoint.url in in_use)
+        if is_changed:
+            for endpoint in self.serving:
+                endpoint.set_listed(is_listed=endpoint.url in in_use)
         lack_keys = any(self._workers.see(url).key is None for url in in_use)
         is_searching = self._key_search is not None and not self._key_search.done()
         if (is_changed or lack_keys or self._leads_astray(time.monotonic())) and not is_searching:
@@ -566,11 +582,11 @@ class ThroughGateway(HttpEngine):
     # Routing keys
 
     def _leads_astray(self, now: float) -> bool:
-        """Tell whether keys have to be found anew, because a key led to a worker other than its own.
+        """Tell whether a new key search is due, because a routing key led to the wrong worker.
 
-        The gateway may have assigned the key to another worker, or its overload protection avoids the key's
-        worker for a while. A new search does not help against the latter, so searches are not repeated at
-        once.
+        Either the gateway has assigned the key to another worker, or its overload protection avoids the right
+        worker for a while. Against overload protection a new search does not help, so there is a pause
+        between searches.
         """
         if now < self._next_search_at:
             return False
@@ -601,7 +617,7 @@ class ThroughGateway(HttpEngine):
                     endpoint = self.endpoints[url] = self._new_endpoint(url)
                     self.serving.append(endpoint)
                 endpoint.set_listed(is_listed=True)
-                endpoint.senders.clear()  # new senders have the new key
+                endpoint.senders.clear()  # new senders are created with the new key
 
     async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
         """Try routing keys until one leads to each worker; return the keys by the workers' URLs.
@@ -623,10 +639,12 @@ class ThroughGateway(HttpEngine):
                 unanswered += 1
             elif url in urls and url not in keys:
                 keys[url] = key
-                if await self._worker_of(key) != url:
+                if await self._worker_of(key) != url:  # the gateway ignores the key
                     return {}
+        # If every request was answered, a gateway that routes by keys would have reached all workers.
         if not (keys.keys() >= urls or unanswered):
             return {}
+        # A gateway that ignores keys may still have chosen the same worker twice by chance.
         for _ in range(CONFIRMATIONS - 1):
             for url, key in keys.items():
                 if await self._worker_of(key) != url:

@@ -204,13 +204,14 @@ class LoadEstimate:
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
         """Process a worker's last report, which may be an old one; `in_flight` requests are there now."""
         running, waiting = report.num_running_reqs, report.num_waiting_reqs
+        # A report without a time and without requests means that the gateway could not read the load.
         is_missing = self._at_work and report.reported_at is None and not running + waiting
         if report == self._report or is_missing:
             return
         self._report = report
         self._from_others = max(0, running + waiting - in_flight)
         if not running + waiting:
-            return  # an idle worker does not show how many requests it can run
+            return  # An idle worker does not show how many requests it can run at once.
         at_work = in_flight + self._from_others - waiting
         if not waiting:
             # The scheduler has room for more requests, up to its limit. More than twice as many as now are
@@ -226,7 +227,8 @@ class LoadEstimate:
         """
         limit = self._report.max_running_requests
         requests = in_flight + self._from_others
-        # The largest number counts: a report from between two batches shows few requests at work.
+        # The largest number of recent reports counts, because a report from between two batches shows few
+        # requests at work.
         most_at_work = max(self._at_work, default=requests if limit is None else limit)
         at_work = min(requests, most_at_work)
         return SchedulerLoad(
@@ -249,17 +251,17 @@ measures the memory at each start, and other processes on the GPU change the res
 
 
 NO_REPORT = ""
-"""Time of a report that the gateway could not read; it differs from the time of any report."""
+"""Report time of a load report that the gateway could not read. No real report has this time."""
 
 
 @dataclass(slots=True)
 class WorkerWatch:
-    """Watches for another model at a worker's address, of which the gateway takes no notice. Pure.
+    """Detects that a server with another model has taken a worker's address. Pure.
 
-    The gateway reads a worker's model only when the worker is registered. If a server of another model takes
-    the address later, only the load reports show it, because its weights take another amount of memory.
-    Before that, requests fail on their way to the worker. From such a failure on, the worker is in doubt and
-    its answers do not count, until a report that is newer than the failure.
+    The gateway does not notice this, because it reads a worker's model only when the worker is registered.
+    Only the load reports show it, because the weights of the other model take another amount of memory.
+    Before that, requests to the worker fail. From such a failure on, the worker is in doubt and its answers
+    do not count, until a report that is newer than the failure.
     """
 
     url: str
@@ -267,7 +269,8 @@ class WorkerWatch:
     _weights_gb: float | None = None
     """Memory of the weights by the first report; None if no report has it, and then nothing is in doubt."""
     _report_before: Any = None
-    """Time of the last report from before the doubt; None until the list of workers is read again."""
+    """Time of the newest report that the gateway had when the doubt arose; None until its list is read
+    again."""
 
     def record_failure(self) -> None:
         """Record that a request failed on its way to the worker."""
@@ -277,7 +280,7 @@ class WorkerWatch:
     def observe(self, worker: GatewayWorker) -> None:
         """Process the worker's entry in the list; raises AnotherModelError for another model's weights."""
         weights_gb = worker.weights_gb
-        if weights_gb is None:
+        if weights_gb is None:  # the gateway has no report now, so the next one will be new
             self._report_before = NO_REPORT
             return
         if self._weights_gb is None:
@@ -286,7 +289,8 @@ class WorkerWatch:
             raise another_model(self.url, "weight_gb", str(self._weights_gb), str(weights_gb))
         reported_at = worker.report.reported_at
         if self.in_doubt and self._report_before is None and reported_at is not None:
-            self._report_before = reported_at  # the report may be older than the failure
+            # This report may be older than the failure, so only the next one ends the doubt.
+            self._report_before = reported_at
         elif reported_at != self._report_before or reported_at is None:
             self.in_doubt = False
 
@@ -316,7 +320,8 @@ class GatewayQuestions:
                 return _read_workers(reply["workers"])
         is_refused = status in KEY_REFUSED
         if is_refused or not self._lists_workers:
-            # `/loads` is open to every key, so a second question tells whether this key may send rows.
+            # A gateway answers `/loads` for every key, so an empty request for an answer shows whether this
+            # key may send rows.
             workers = await self._workers_in_loads(timeout_s)
             if workers and await self._takes_rows(timeout_s):
                 self._lists_workers = False

@@ -1,14 +1,15 @@
 """Checks that the server that answers serves the run's model.
 
 A connection leads to one process for as long as the connection lives. So a new connection takes a request
-only after its server was asked for its model and has named the run's model (`GuardedConnector`). Behind a
-proxy, a connection may lead to any server. So after each sign that a server was away (`Endpoint.doubt`), the
-server is asked for its model again before an answer counts (`ModelGuard.confirm`).
+only after its server has named the run's model (`GuardedConnector`). Behind a proxy, a connection may lead to
+any server. So after each sign that a server was away (`Endpoint.doubt`), the server is asked for its model
+again before an answer counts (`ModelGuard.confirm`).
 
-Polls and failed requests notice any server that is away for a while. The question at a new connection finds a
-change without an absence, such as a Kubernetes Service or a port forward that is switched to another server.
-`AttachedServers` would notice the change too, a second later, but answers of the other model would be stored
-by then. The question costs next to nothing per row, because connections that open together share a question.
+Polls and failed requests notice any server that is away for a while. The check of a new connection also
+notices a switch without an absence, for example if a Kubernetes Service or a port forward now leads to
+another server. `AttachedServers` would notice the switch too, but a second later, when answers of the other
+model are already stored. The check costs next to nothing per row, because connections that open together
+share one request.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ def common_model(models: Sequence[Model]) -> dict[str, str]:
 
 
 class ModelGuard:
-    """Compares the servers' models with the run's. Callers that wait for a server share one question."""
+    """Compares the servers' models with the run's. Simultaneous checks of a server share one request."""
 
     def __init__(self) -> None:
         self.model: Model = {}
@@ -68,7 +69,7 @@ class ModelGuard:
         self._endpoints: list[Endpoint] = []
 
     def watch(self, endpoint: Endpoint, question: ModelQuestion) -> None:
-        """Guard a server; `question` asks it for its model."""
+        """Let the guard check a server's model; `question` asks the server which model it serves."""
         endpoint.watch = ModelWatch(question)
         self._endpoints.append(endpoint)
 
@@ -101,7 +102,7 @@ class ModelGuard:
             await self.confirm(endpoint)
         if version is None:
             return
-        self.weights = self.weights or version  # the first answer decides
+        self.weights = self.weights or version  # the first server to answer sets the version for all
         if version != self.weights:
             raise another_model(endpoint.url, "weight_version", self.weights, version)
 
@@ -111,15 +112,16 @@ class ModelGuard:
         Return None if the model is the run's, else the error for another model or for no answer.
         """
         async with watch.lock:
-            await asyncio.sleep(0)  # all callers of this moment share the question
-            # From here on the question may be too old for a new caller, who therefore asks another one.
+            # Callers that arrive before this line share the request that follows. A later caller sends a
+            # request of its own, because the answer to this one may be too old for it.
+            await asyncio.sleep(0)
             watch.next_question = None
             doubts = endpoint.doubts
             try:
                 refuse_another(endpoint.url, self.model, await watch.ask())
             except (BatchrunError, EngineDownError) as error:
                 return error
-            # A doubt that came during the question is not settled by its answer.
+            # If a new doubt came while the request was under way, the answer does not settle it.
             if endpoint.doubts == doubts:
                 endpoint.doubts = 0
             return None
@@ -145,7 +147,7 @@ class GuardedConnector(aiohttp.TCPConnector):
     """Hands out a new connection only after its server has confirmed that it serves the run's model."""
 
     def __init__(self, guard: ModelGuard, **options: Any) -> None:
-        """`options` are those of TCPConnector."""
+        """Create a connector whose connections `guard` checks; `options` go to aiohttp's TCPConnector."""
         super().__init__(**options)
         self._guard = guard
 

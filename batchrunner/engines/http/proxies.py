@@ -48,7 +48,7 @@ def by_proxy(url: str) -> str:
 def _is_excluded(url: URL, no_proxy: str) -> bool:
     """Tell whether a URL's host is a loopback address, or is in `no_proxy`, which may contain networks."""
     host = url.host or ""
-    if host == "localhost" or proxy_bypass(f"{host}:{url.port}"):  # an entry may have a port
+    if host == "localhost" or proxy_bypass(f"{host}:{url.port}"):  # an entry of `no_proxy` may name a port
         return True
     try:
         address = ipaddress.ip_address(host)
@@ -72,9 +72,9 @@ LEAST_AGE_S = 5.0
 """Minimum age in seconds of an ended request that counts. The age of a shorter request was not the cause of
 its end."""
 SAME_AGE_S = 1.0
-"""Seconds by which two ages may differ and still count as equal."""
+"""Two requests count as equally old if their ages differ by at most this many seconds."""
 SAME_SHARE = 0.05
-"""Fraction of an age by which two ages may differ and still count as equal, if it exceeds SAME_AGE_S."""
+"""Two requests also count as equally old if their ages differ by at most this fraction."""
 BETWEEN_S = 1.0
 """Minimum seconds between the times at which two counted requests were sent. Requests that were sent together
 and lost together have the same age in any case."""
@@ -83,10 +83,10 @@ REQUESTS = 3
 
 
 class ProxyLimit:
-    """Time limit of a proxy between this machine and one server, learned from ended requests. No clock.
+    """Time limit of a proxy between this machine and one server, learned from ended requests.
 
     A proxy with a time limit answers 504 or 524, or closes the connection, while the server computes on. All
-    requests that the proxy ends have the same age, and no answer takes longer.
+    requests that the proxy ends have the same age, and no answer takes longer. The caller passes all times.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class ProxyLimit:
         """Largest age in seconds of an answered request. The limit of a proxy cannot be lower."""
 
     def answered(self, age_s: float) -> None:
-        """Record the age of an answered request. An answer that took longer than the limit disproves it."""
+        """Record the age of an answered request. An answer older than the assumed limit refutes the limit."""
         self.longest_answer_s = max(self.longest_answer_s, age_s)
         if self.limit_s is not None and self._outlived(self.limit_s):
             self.limit_s = None
@@ -111,7 +111,7 @@ class ProxyLimit:
         age_s = now - sent_at
         if self.limit_s is not None:  # The limit is known, so the age of the request decides.
             return abs(age_s - self.limit_s) <= _tolerance(self.limit_s)
-        if age_s < LEAST_AGE_S:  # Its age was not the cause of its end.
+        if age_s < LEAST_AGE_S:  # The request was too young for a proxy's time limit.
             return False
         # Requests that were sent together also end together if a server fails, so only one of them counts.
         if self._last_sent_at is not None and sent_at - self._last_sent_at < BETWEEN_S:
@@ -131,5 +131,5 @@ class ProxyLimit:
 
 
 def _tolerance(age_s: float) -> float:
-    """Return the seconds by which another age may differ from an age and still count as equal."""
+    """Return the largest difference in seconds at which two requests count as equally old."""
     return max(SAME_AGE_S, SAME_SHARE * age_s)

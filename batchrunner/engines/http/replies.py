@@ -225,7 +225,7 @@ BEGIN = "<think>"
 END = "</think>"
 """Tag after a model's reasoning."""
 TAGS = "think>"
-"""Common end of the tags BEGIN and END. A text without it has no reasoning."""
+"""Last characters of both reasoning tags, <think> and </think>. A text without them has no reasoning."""
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 """Column of an answer without reasoning."""
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
@@ -393,7 +393,8 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
         raise_abort(choice.meta_info.finish_reason)
         raise_abort(choice.finish_reason)
         message = choice.message
-        # `_completion` refuses a reply without any text. Among several outputs, each must have a text.
+        # A reply with one empty output is checked in `_completion`. If there are several, each must have a
+        # text.
         if message is None or (len(choices) > 1 and not _has_content(message)):
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
         answers.append(
@@ -468,6 +469,7 @@ def _completion(
     )
     budget = request.sampling.get(THINKING)
     if budget is not None:
+        # A budget of 0 switches thinking off, so nothing is truncated.
         thinking_tokens = max(answer.meta.reasoning_tokens or 0 for answer in answers)
         completion = completion._replace(thinking_cut=thinking_tokens >= budget > 0)
     asks = request.asks
@@ -491,7 +493,7 @@ def _split_reasoning(answer: Answer) -> Answer:
     if text.lstrip().startswith(BEGIN):
         reasoning, _, text_after = text.lstrip().removeprefix(BEGIN).partition(END)
     elif END in text and BEGIN not in text and (end_tag := _END_ON_A_LINE.search(text)):
-        # The begin tag is in the prompt.
+        # The chat template has put the begin tag into the prompt.
         reasoning, text_after = text[: end_tag.start()], text[end_tag.end() :]
     else:
         return answer
@@ -506,6 +508,7 @@ def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[An
     Raises AttemptFailedError if the reply lacks requested token ids or probabilities.
     """
     metas = [answer.meta for answer in answers]
+    # Functions, so that only the requested columns are computed.
     values: dict[str, Callable[[], list[Any]]] = {
         "reasoning": lambda: [answer.reasoning for answer in answers],
         "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
@@ -566,7 +569,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
 
     Raises RequestError if the reply is an abort or not an answer, or if a vector is invalid.
     """
-    reply = strict_json(reply)  # the reply becomes a line of the results, which must be valid JSON
+    reply = strict_json(reply)  # The reply becomes a line of the results, so it must be valid JSON.
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}
@@ -604,6 +607,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
         weights=answer.metadata.weight_version if answer.metadata else None,
+        # Without a budget, no thinking counts as truncated.
         thinking_cut=(usage.reasoning_tokens or 0) >= (body.most_thinking or MOST_TOKENS),
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )
@@ -653,7 +657,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
             fields["model"] = msgspec.Raw(msgspec.json.encode(model))
         content = msgspec.json.encode(fields)
     if b"\n" in content or b"\r" in content:
-        content = msgspec.json.format(content, indent=-1)
+        content = msgspec.json.format(content, indent=-1)  # removes blanks and line ends between values
     return content.decode()
 
 

@@ -43,7 +43,7 @@ class Liveness:
     result is whether the server answers."""
 
     def record(self, *, alive: bool) -> None:
-        """Record whether the server is alive now; of several failures in a row, the first is its death."""
+        """Record whether the server is alive now. The time of death is that of the first failed check."""
         if not alive and not self.is_dead:
             self.died_at = time.monotonic()
         self.is_dead = not alive
@@ -55,7 +55,7 @@ class Liveness:
 
 @dataclass(slots=True, eq=False)
 class ModelWatch:
-    """Questions to one server for its model."""
+    """Asks one server, again and again, whether it still serves the run's model."""
 
     ask: ModelQuestion
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -96,7 +96,7 @@ class Endpoint:
     arguments: Mapping[str, Any] | None = None
     """The server's arguments at the start of the run; None if the server did not answer then."""
     watch: ModelWatch | None = None
-    """Questions for the server's model; None before the run's model is known."""
+    """Asks the server which model it serves; None before the run's model is known."""
     doubts: int = 0
     """Number of signs, since the server's model was last confirmed, that another server may be at its
     address."""
@@ -131,7 +131,7 @@ class Endpoint:
             self.doubts += 1
 
     def hang_among(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
-        """Return the hang if the server hangs, else None; `loads` are the latest loads of all servers."""
+        """Return the server's hang, or None if it has none; `loads` are the latest loads of all servers."""
         own_loads = [load for load in loads if load.server == self.url]
         return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
 
@@ -142,7 +142,7 @@ class Endpoint:
         self.end_requests(math.inf)
 
     def resume(self) -> None:
-        """End the pause of a hang."""
+        """Send rows again to a server that was paused because it hung."""
         self.hang_pause = None
         self._update_closed()
 
@@ -152,7 +152,7 @@ class Endpoint:
         self._update_closed()
 
     def _update_closed(self) -> None:
-        """Set the reason for which the server gets no requests."""
+        """Set `closed`: the reason why the server gets no requests, or None if it gets them."""
         if not self.is_listed:
             self.closed = f"the gateway sends no rows to {self.url} now"
         else:
@@ -162,5 +162,6 @@ class Endpoint:
         """Cancel the requests that were sent before a time (monotonic clock), and remove them."""
         tasks = [task for task, request in self.requests.items() if request.sent_at < sent_before]
         for task in tasks:
-            del self.requests[task]  # by this the task knows that its caller did not cancel it
+            # A missing entry tells the task that the cancellation did not come from its caller.
+            del self.requests[task]
             task.cancel()

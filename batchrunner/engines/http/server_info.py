@@ -76,6 +76,7 @@ class ServerStatus:
         return await self._ask("POST", path, timeout_s, json=fields)
 
     async def _ask(self, method: str, path: str, timeout_s: float, **content: Any) -> tuple[int, bytes]:
+        """Send a request; return the status and the body, which is empty if it exceeds MOST_BYTES."""
         options = {"timeout": aiohttp.ClientTimeout(total=timeout_s), **self._options, **content}
         try:
             async with self._session.request(method, self.url + path, **options) as response:
@@ -122,8 +123,8 @@ class ServerStatus:
 
 
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
-"""Number of requests at one scheduler. The maximum is about sixteen times the number of ports of an
-address."""
+"""Number of requests at one scheduler. The upper limit is about sixteen times the number of TCP ports of one
+IP address."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """Number of tokens in a reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
@@ -231,7 +232,7 @@ def _work(load: _Scheduler) -> float | None:
     """
     if load.total_prefill_busy_us is None:
         return None
-    decode_us = (load.decode_moments or [0])[0]
+    decode_us = (load.decode_moments or [0])[0]  # the list begins with the total of all decode passes
     return load.total_prefill_busy_us + decode_us
 
 
@@ -258,7 +259,7 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
     `who` is the beginning of the message. Nothing is raised if the architectures are unknown.
     """
     forward_task = TASKS.get(task)
-    if forward_task is None or not forward_task.architectures:  # any model can do the task
+    if forward_task is None or not forward_task.architectures:  # any model can do a task that generates text
         return
     if not isinstance(architectures, list) or not architectures:
         return
@@ -299,7 +300,7 @@ class ServerQuestions:
             model = await self._model_info(url, TIMING.server_open)
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
-            await self._refuse_gateway(url)
+            await self._refuse_gateway(url)  # a gateway has no /model_info, and a message of its own
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineAwayError(str(failure), hint=hint) from None
         if not server:
@@ -396,8 +397,8 @@ BUDGET_PARSERS = {
 def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str | None:
     """Return why a server would ignore or refuse `max_thinking_tokens`; None if it obeys the budget.
 
-    `any_parser` says that the server also has a budget for all rows (SGLANG_MAX_THINK_TOKENS), with which
-    every parser obeys.
+    Without a default budget, only some reasoning parsers support `max_thinking_tokens`. `any_parser` tells
+    that the server has a default budget (SGLANG_MAX_THINK_TOKENS), with which every parser supports it.
     """
     parser = server.get("reasoning_parser")
     if not parser:
@@ -420,6 +421,7 @@ def describe(
         kind="attach",
         model=model_identity(str(models[0]["model_path"])),
         version=version if isinstance(version, str) else None,
+        # The limits in the loads are those in effect. Without loads, the servers' arguments must do.
         max_running=_sum(load.max_running for load in loads)
         or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
@@ -431,7 +433,8 @@ def describe(
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
-        takes_videos=takes_images and None,  # a model that takes images may take videos
+        # A model that takes images may also take videos, but no server reports it. So None means unknown.
+        takes_videos=takes_images and None,
         no_thinking_budget=next(filter(None, map(why_no_budget, servers)), None),
         one_by_one=next(filter(None, map(sends_pieces, servers)), None),
     )
@@ -477,7 +480,7 @@ def running_by_states(server: Mapping[str, Any]) -> int | None:
 
 
 LEAST_DEFAULT_RUNNING = 2048
-"""Minimum of the `max_running_requests` that SGLang chooses by default, if memory does not cap it."""
+"""Minimum of SGLang's default for `max_running_requests`, unless memory allows fewer requests."""
 
 
 def memory_caps_running(server: Mapping[str, Any]) -> bool:

@@ -51,7 +51,8 @@ async def _watch(url: str, span_s: float) -> Situation:
     with contextlib.suppress(NotImplementedError, RuntimeError):
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, is_interrupted.set)
     key = os.environ.get(API_KEY_VARIABLE)
-    has_password = URL(url).password is not None  # aiohttp sends a password in the header of the key
+    # For a URL with a password, aiohttp sets this header itself.
+    has_password = URL(url).password is not None
     headers = {"Authorization": f"Bearer {key}"} if key and not has_password else {}
     async with aiohttp.ClientSession(headers=headers) as session:
         server = _Server(ServerStatus(session, url))
@@ -59,7 +60,7 @@ async def _watch(url: str, span_s: float) -> Situation:
         end = time.monotonic() + span_s
         while not is_interrupted.is_set() and time.monotonic() < end:
             await server.poll()
-            with contextlib.suppress(TimeoutError):  # a pause that Ctrl-C ends
+            with contextlib.suppress(TimeoutError):  # wait for the next poll; Ctrl-C ends the wait
                 await asyncio.wait_for(is_interrupted.wait(), TIMING.load_poll)
         return server.situation()
 
@@ -108,7 +109,7 @@ class _Server:
             self._facts.states = StatePool(slots, per_request, kv_gb=kv_gb)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        with contextlib.suppress(*NOT_REACHED):  # the model's class is optional
+        with contextlib.suppress(*NOT_REACHED):  # the facts need no model class, so a failure is ignored
             _, model = await self._status.mapping(MODEL_INFO, TIMING.advise_timeout)
             classes = model.get("architectures")
             self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None
@@ -169,6 +170,7 @@ class _Server:
                 graph=None if graph is None or not load.running else bool(graph),
                 rate=rate and rate / len(loads),
             )
+            # `/v1/loads` or `/metrics` may lack the usage of the state pool, which is 0 then.
             state_usage = max(sample.state_usage, state_usage_sum / len(loads))
             self._series.add(load.scheduler, sample._replace(state_usage=state_usage))
 
@@ -193,6 +195,7 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
     """
     limits = {**info, **{name: value for name, value in state.items() if value}}
     running_name = "max_running_requests"
+    # With DP attention, a scheduler may run only its share of the argument's number of requests.
     limits[running_name] = limit_in_effect(state, running_name) or limits.get(running_name)
 
     def limit(name: str) -> int | None:

@@ -104,7 +104,7 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
     """Return a body as JSON; raises RowRefusedError for values that neither JSON nor `default` can write."""
     try:
         return orjson.dumps(body, default=default)
-    except TypeError as failure:  # for instance an unpaired surrogate, which a template can write
+    except TypeError as failure:  # such as a text with an unpaired surrogate, which a template may write
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
 
 
@@ -269,8 +269,8 @@ _GRAMMARS = ("regex", "ebnf", "structural_tag")
 def tokens_between_events(request: Request) -> int | None:
     """Return the number of tokens between two checks of an answer for repetition; None for no checks.
 
-    An answer is not checked if it may have to repeat itself: with a schema that has lists, with another
-    grammar, or with `ignore_eos`.
+    An answer is not checked if the request may demand repetition: by `ignore_eos`, by a JSON schema with
+    lists, or by any other grammar.
     """
     if not request.stops_repetition:
         return None
@@ -301,7 +301,7 @@ def watched_body(request: Request) -> dict[str, Any]:
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the body for `/generate` of several prompts of token ids, which is answered by events."""
+    """Return the body that sends several prompts of token ids to `/generate`, with a streamed answer."""
     samplings = [_streamed(request, request.sampling) for request in requests]
     are_equal = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {
@@ -366,7 +366,7 @@ def tokenize_body(request: Request, *, special: bool = True) -> dict[str, Any]:
 
 
 def _json(value: Any, name: str) -> Any:
-    """Return a sampling parameter that may be JSON text as a value; raises RowRefusedError."""
+    """Return the value of a sampling parameter, decoded if it is JSON text; raises RowRefusedError."""
     if not isinstance(value, str):
         return value
     try:

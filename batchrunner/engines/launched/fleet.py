@@ -90,7 +90,7 @@ class LaunchedFleet(HttpEngine):
         cpu = on_cpu(spec.device)
         if cpu and spec.device == "auto":
             _refuse_several_gpus(spec)
-        raise_file_limit()  # before the start, because the servers inherit the limit
+        raise_file_limit()  # The limit is raised first, because the servers inherit it.
         if spec.heal or self._shape:
             memory = await asyncio.to_thread(memory_of, spec, model, cpu=cpu)
             self._healer = Healer(spec.args, memory, self._incidents) if spec.heal else None
@@ -100,7 +100,7 @@ class LaunchedFleet(HttpEngine):
         self._replicas = {server.url: server for server in servers}
         await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
-        if THINK_LIMIT in spec.env:
+        if THINK_LIMIT in spec.env:  # with a default budget, every reasoning parser obeys the rows' budgets
             described = [endpoint.arguments for endpoint in self.serving if endpoint.arguments is not None]
             reasons = [why_no_budget(arguments, any_parser=True) for arguments in described]
             self._no_thinking_budget = next(filter(None, reasons), None)
@@ -161,7 +161,7 @@ class LaunchedFleet(HttpEngine):
         """Wait until the server of a route is up; raises EngineDownError or EngineLostError if it is lost."""
         server = self._replicas[route]
         if server.lost and not all(replica.lost for replica in self._replicas.values()):
-            raise EngineDownError(str(server.lost))  # its rows go to other replicas
+            raise EngineDownError(str(server.lost))  # the rows of this server go to other replicas
         await server.ready()
 
     async def loads(self) -> Sequence[SchedulerLoad]:
@@ -169,7 +169,7 @@ class LaunchedFleet(HttpEngine):
         loads = await super().loads()
         for url, replica in self._replicas.items():
             endpoint = self.endpoints[url]
-            if not replica.up:
+            if not replica.up:  # a server that starts or drains is not judged for hangs
                 replica.has_work = endpoint.in_flight > 0
                 endpoint.hangs.restarted()
             elif hang := endpoint.hang_among(loads):
@@ -224,8 +224,8 @@ def _refuse_several_gpus(spec: ServerEngine) -> None:
     gpu_count = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
     if gpu_count > 1:
         raise EngineStartError(
-            f"engine.replicas {spec.replicas} with {cards_of(spec.args)} each (engine.tp, times pp-size and "
-            f"dp-size) needs {gpu_count} GPUs: this machine has none",
+            f"engine.replicas {spec.replicas} with {cards_of(spec.args)} GPUs each (engine.tp, times pp-size "
+            f"and dp-size) needs {gpu_count} GPUs: this machine has none",
             hint="run the job on a machine with GPUs, or set engine.device: cpu to try the job on the CPU",
         )
 
@@ -241,7 +241,7 @@ def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[l
     count = len(devices) // size if replicas == "auto" else int(replicas)
     if count * size > len(devices) or count == 0:
         raise EngineStartError(
-            f"engine.replicas {replicas} with {size} each (engine.tp, times pp-size and dp-size) needs "
+            f"engine.replicas {replicas} with {size} GPUs each (engine.tp, times pp-size and dp-size) needs "
             f"{max(count, 1) * size} GPUs: this machine has {len(devices)}"
         )
     return [list(devices[n * size : (n + 1) * size]) for n in range(count)]

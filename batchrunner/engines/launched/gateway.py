@@ -29,10 +29,11 @@ ARGUMENTS = (
     *("--max-concurrent-requests", "0", "--health-check-interval-secs", "5"),
     *("--disable-worker-overload-protection", "--load-monitor-interval", "1"),
 )
-"""Arguments of the gateway. Requests with a common prefix go to the same replica, unless a routing key
-chooses the replica. The gateway refuses no request because of a limit. Within seconds it uses a replica again
-that was restarted. By default it would send no requests to a replica with 8 waiting requests, but a run keeps
-100 and more waiting at each replica. Load reports are 1 s old, for runs that send rows through it."""
+"""Arguments of the gateway, for these effects: Requests with a common prefix go to the same replica, unless a
+routing key chooses the replica. No limit of the gateway refuses a request. A restarted replica is used again
+within seconds. Overload protection is off, because by default it sends no request to a replica with 8 waiting
+requests, and a run keeps at least 100 waiting at each replica. Load reports are at most 1 s old, for runs
+that send rows through the gateway."""
 START_S = 120.0
 """Maximum number of seconds until the gateway lists all replicas."""
 

@@ -70,7 +70,7 @@ def read_config(descriptor: int) -> dict[str, Any]:
     """Return the configuration in the first line of a pipe. The rest of the pipe is not read."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
+        byte = os.read(descriptor, 1)  # a larger read could take bytes of the rest
         if not byte:
             raise SystemExit("launcher: standard input ended before the configuration")
         line += byte
@@ -82,7 +82,7 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the configuration for one of several machines, which has a log and a port of its own."""
     argv = [*config["argv"], "--node-rank", str(rank)]
     log = Path(config["log"])
-    if rank:  # rank 0 listens at the port of the server
+    if rank:  # only rank 0 listens at the server's own port
         log = log.with_name(f"{log.stem}-node{rank}{log.suffix}")
         log.parent.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -110,7 +110,8 @@ def local_copy(source: str, cache: str, name: str) -> str:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with copy.with_name(f"{name}.lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not copy.exists():  # another server may have copied while this one waited for the lock
+                # Another server may have made the copy while this server waited for the lock.
+                if not copy.exists():
                     copy_files(source, files, copy)
     except OSError as failure:
         raise SystemExit(f"{error_prefix}: cannot copy {source}: {failure}") from None
@@ -138,7 +139,7 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
     existing = files_of(str(unfinished))
     sizes = {}
     for file, (size, _) in files.items():
-        is_copied = file in existing and existing[file][0] == size
+        is_copied = file in existing and existing[file][0] == size  # a partial copy of a file is smaller
         if not is_copied:
             sizes[file] = size
     bytes_to_copy, free_bytes = sum(sizes.values()), shutil.disk_usage(copy.parent).free
@@ -155,7 +156,7 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
         if files_of(source) != files:
             raise OSError("the model changed while it was copied")  # noqa: TRY301
         unfinished.rename(copy)
-    except OSError:  # for instance a full disk, which the unfinished copy must not keep full
+    except OSError:  # the unfinished copy must not keep a full disk full
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
@@ -169,7 +170,7 @@ def descendants(root: int) -> list[int]:
             state, parent, *_ = file.read_bytes().rpartition(b")")[2].split()
         except OSError:  # the process ended after the listing
             continue
-        if state not in b"ZX":  # zombies and dead processes
+        if state not in b"ZX":  # skip zombies (Z) and dead processes (X)
             children.setdefault(int(parent), []).append(int(file.parent.name))
     tree = [root]
     for pid in tree:  # the list grows while it is read, so that grandchildren are found too
@@ -261,7 +262,7 @@ def main() -> int:
     if config.get("ranks"):
         config = of_rank(config, int(os.environ["SLURM_PROCID"]))
     log = os.open(config["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become our children
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned processes of the server become children of this process
     parent = os.getpid()
     server = os.fork()
     if server == 0:

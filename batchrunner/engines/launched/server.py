@@ -37,7 +37,7 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 """Script that starts a server and ends it with this process."""
 MODULE = "sglang.launch_server"
 PLANNED = Hang(silent_s=0.0, why="is started again as planned")
-"""Reason of a planned restart with other flags, where a restart normally has a hang of the server."""
+"""Reason for a restart that flag tuning has requested. It is passed on like a hang of the server."""
 START_TRIES = 3
 """Maximum number of attempts at a start that fails because another process has taken a port of the server.
 SGLang draws ports for its processes and binds them seconds later. If eight servers start on a node at the
@@ -90,7 +90,7 @@ class SGLangServer:
 
         # The program, environment and arguments of every start.
         offline: dict[str, str] = {}
-        if Path(model).exists():  # a local model needs no network
+        if Path(model).exists():  # the model is on this machine, so Hugging Face's server is not needed
             offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
         self.environ = program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu)
         self.key = key
@@ -108,7 +108,7 @@ class SGLangServer:
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
 
-        # The flags of the job, tuned flags, and flags that were changed after a death.
+        # Flags come from three sources: the job, flag tuning, and recovery after a death.
         self._job_args = server_args(spec.args, cpu=cpu)
         self._set_by_job = {**spec.args, **spec.env}
         self._healer = healer
@@ -147,7 +147,7 @@ class SGLangServer:
         # The result of recovery after the last death.
         # Whether recovery has found safer arguments.
         self._was_healed = False
-        # Time of the result, in seconds of the monotonic clock.
+        # Time at which recovery ended, in seconds of the monotonic clock.
         self._judged_at = -math.inf
         # Set when the result for the next death is known.
         self._verdict = asyncio.Event()
@@ -185,8 +185,8 @@ class SGLangServer:
                 await self.stop()
             else:
                 self.start_s = time.monotonic() - began
-                # The start failed with the flags of an earlier run, and has succeeded without them. Before
-                # the success it was not clear that the flags were at fault.
+                # The flags of an earlier run are forgotten only now. A start with them failed, but only this
+                # successful start without them shows that the flags were the cause.
                 if self._is_recalled and self._previous is None and self._memory:
                     self._memory.forget()
                     self._is_recalled = False
@@ -204,7 +204,7 @@ class SGLangServer:
         death. Nor may it change a variable that was tuned already.
         """
         fixed_names = {**self._set_by_job, **self._safer, **variables_in(self.adapted)}
-        # argparse accepts any beginning of a flag's name.
+        # The job may abbreviate a flag, because argparse accepts any beginning of a flag's name.
         return not any(spelling.startswith(fixed) for spelling in spellings(name) for fixed in fixed_names)
 
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
@@ -213,7 +213,9 @@ class SGLangServer:
         If the server dies with the new flags, it returns to the previous flags.
         """
         self._change(args, why)
-        self.up = self._is_recalled = self._flags_are_final = False
+        self.up = False
+        self._is_recalled = False  # from now on, the flags of this run are on trial
+        self._flags_are_final = False
         self._settled.clear()
         self.hangs(PLANNED)
 
@@ -240,14 +242,16 @@ class SGLangServer:
 
         New rows wait for the restart, or go to other servers.
         """
-        self.has_work = True  # until a poll says otherwise
+        self.has_work = True  # assumed until the next poll
         deadline = time.monotonic() + self.start_s
         while self.has_work and time.monotonic() < deadline and not self._flags_are_final:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
         """Choose arguments for the next start by the cause of the last death; tell whether they may help."""
-        if self._previous is not None:  # the flags on trial are the most likely cause
+        # The server died with flags on trial, so these are the most likely cause: go back to the flags
+        # before.
+        if self._previous is not None:
             self._change(self._previous, self._failure_message("died with the new flags"))
             self._previous = None
             return True
@@ -284,7 +288,7 @@ class SGLangServer:
         return [self.log_path, *sorted(node_logs)]
 
     def _cause(self) -> str:
-        """Return the causes of the server's last end, each once, from the logs of all its machines."""
+        """Return the causes in the logs of all machines for the server's last end, without repetition."""
         causes = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
         return " / ".join(filter(None, dict.fromkeys(causes)))
 
@@ -324,6 +328,7 @@ class SGLangServer:
                 cannot_listen = False
                 if waited_s > next_status_s:
                     next_status_s += TIMING.launch_word
+                    # The newest log line that names a step of the start.
                     step = next(filter(None, map(step_in, reversed(self._logged()))), "")
                     log.info(
                         "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
@@ -388,7 +393,8 @@ class SGLangServer:
 
         If so, no row is at fault.
         """
-        if self._judged_at < sent_at:  # recovery has not looked at the death yet
+        # Recovery has not examined a death of the server after `sent_at`, so wait for its result.
+        if self._judged_at < sent_at:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_S):
                     await self._verdict.wait()
@@ -415,7 +421,8 @@ class SGLangServer:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                if self._flags_are_final:  # the run is ending, so a restart is no longer worth its time
+                # The run is ending, so a planned restart would not pay: the server goes on as it is.
+                if self._flags_are_final:
                     self.up = True
                     continue
             self.up = False

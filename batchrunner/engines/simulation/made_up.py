@@ -60,7 +60,7 @@ def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
     if not isinstance(schema, dict) or depth > MOST_DEPTH:
         return None
     if "$ref" in schema:
-        # A schema with a `$ref` to nothing is treated as one without.
+        # A `$ref` that leads nowhere is ignored.
         with contextlib.suppress(LookupError):
             return _value(part_at(root, schema["$ref"]), root, number, depth + 1)
     if "const" in schema:
@@ -160,7 +160,7 @@ class _RegexWriter:
                 text = self._groups.get(value, "")
             case kinds.LITERAL | kinds.NOT_LITERAL | kinds.ANY | kinds.IN:
                 text = self._character(kind, value)
-            case _:  # an anchor or a lookaround, which only a test of the complete text can check
+            case _:  # An anchor or a lookaround can only be checked on the complete text.
                 self.is_certain = False
                 return ""
         self.room -= len(text)
@@ -175,7 +175,7 @@ class _RegexWriter:
         candidates = [character for character in _CHARACTERS if _is_in(character, choices) != is_negated]
         if candidates:
             return self._random.choice(candidates)
-        if is_negated:  # the class excludes all of _CHARACTERS
+        if is_negated:  # The class excludes every character in _CHARACTERS.
             self.is_certain = False
             return chr(BEYOND_ASCII)
         # The class has no ASCII character, so take its first character, or the first of its first range.

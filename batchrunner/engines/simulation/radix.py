@@ -59,7 +59,7 @@ class RadixCache:
         self._time += 1
         node, matched = self.root, 0
         for name, tokens in path:
-            end = min(tokens, limit - matched)  # tokens of the segment that are looked up
+            end = min(tokens, limit - matched)  # limit for this segment, in tokens
             offset = 0
             while offset < end:
                 child = node.children.get((name, offset))
@@ -80,7 +80,7 @@ class RadixCache:
         so their tokens count as evictable.
         """
         node, matched = self.match(path, limit)
-        segment_begin = 0  # in tokens from the beginning of the context
+        segment_begin = 0  # token position in the whole context
         for name, tokens in path:
             end = min(tokens, limit - segment_begin)
             cached = max(0, matched - segment_begin)
@@ -114,7 +114,7 @@ class RadixCache:
             queued_touched, _, node = heapq.heappop(leaves)
             node.queued = False
             parent = node.parent
-            # Since the node was queued, it may have been evicted, locked, or got a child.
+            # Since the node was queued, it may have been evicted or locked, or it may have got a child.
             if parent is None or node.locks or node.children:
                 continue
             # If the node was accessed since it was queued, queue it again behind older nodes.
@@ -125,7 +125,7 @@ class RadixCache:
             node.parent = None
             freed += node.tokens
             self.evictable_tokens -= node.tokens
-            self._offer(parent)  # the parent may be a leaf now
+            self._offer(parent)  # Without this child, the parent may be a leaf that can be evicted too.
         return freed
 
     def _add(self, parent: CacheNode, key: tuple[Hashable, int], tokens: int) -> CacheNode:
@@ -146,7 +146,7 @@ class RadixCache:
         node.tokens -= tokens
         upper.children[node.key] = node
         self._time += 1
-        node.touched = self._time  # SGLang too counts the lower node as accessed
+        node.touched = self._time  # The split counts as an access of the lower node, as in SGLang.
         return upper
 
     def _offer(self, node: CacheNode) -> None:

@@ -33,7 +33,7 @@ class PassWork(NamedTuple):
     """Number of output tokens that the passes generate."""
 
     def plus(self, step: StepResult, tokens: int) -> "PassWork":
-        """Return this work and that of a scheduler's step, which has generated `tokens`."""
+        """Return the sum of this work and of a scheduler's step, which generated `tokens`."""
         return PassWork(
             passes=self.passes + step.steps,
             samples=self.samples + step.steps * step.samples,
@@ -71,7 +71,8 @@ class CostModel(NamedTuple):
 
     def work_s(self, work: PassWork) -> float:
         """Return the seconds that the passes of `work` take."""
-        amounts = work[:PARTS]  # without the output tokens, whose cost the samples include
+        # `work` also counts output tokens, which have no cost of their own: the samples include it.
+        amounts = work[:PARTS]
         return sum(cost * amount for cost, amount in zip(self, amounts, strict=True))
 
     def step_s(self, step: StepResult) -> float:
@@ -90,7 +91,7 @@ class CostModel(NamedTuple):
         first_s = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth_s / 2
         # This form of the solution has no difference of nearly equal numbers, and also holds without growth.
         divisor = first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds)
-        return int(2 * seconds / max(divisor, 1e-9))
+        return int(2 * seconds / max(divisor, 1e-9))  # the divisor is 0 if passes take no time
 
 
 H100_8B = CostModel(base_s=6.0e-3, sample_s=1.6e-5, kv_token_s=4.9e-8, prefill_token_s=2.9e-5)
@@ -128,7 +129,8 @@ def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
         previous = [*coefficients]
         for i in columns:
             explained = sum(products[i][j] * coefficients[j] for j in columns if j != i)
-            divisor = (1 + RIDGE) * products[i][i] or 1.0  # 0 if no stretch has work of this kind
+            # Without any work of this kind, numerator and divisor are 0, and 0 / 1 makes the coefficient 0.
+            divisor = (1 + RIDGE) * products[i][i] or 1.0
             coefficients[i] = max(0.0, (sums[i] - explained) / divisor)
         if all(map(math.isclose, coefficients, previous)):
             break
@@ -201,6 +203,7 @@ class Replica:
             until_s - self._free_at_s, scheduler.running, scheduler.context_tokens
         )
         steps_to_next_load = INTERVAL_STEPS - self._unpublished_steps
+        # At least one pass is run, even if it ends after `until_s`.
         step = scheduler.step(max(1, min(steps_in_time, steps_to_next_load)))
         if step is None:
             self.load = self._next_load = self._load_of(running=0, queue=0, used_tokens=0)

@@ -206,7 +206,7 @@ class KvPool:
         sample.filled_tokens = context_tokens
         if keep:
             self.checkpoint(sample)
-        self.free_tokens += context_tokens - sample.protected_tokens
+        self.free_tokens += context_tokens - sample.protected_tokens  # the cache owns the protected tokens
         assert sample.node is not None
         self.cache.unlock(sample.node)
         sample.node, sample.protected_tokens, sample.filled_tokens = None, 0, 0
@@ -322,6 +322,7 @@ class Scheduler:
         SGLang's `init_req_max_new_tokens`. Raises ValueError for a prompt that is too long for a server.
         """
         longest_context = min(self.config.max_total_tokens, self.config.context_tokens or sys.maxsize)
+        # As in SGLang, one page and one token of the longest context stay free.
         room_tokens = longest_context - PAGE_TOKENS - 1 - sample.prompt_tokens
         if room_tokens < 1:
             raise ValueError(f"the prompt ({sample.prompt_tokens} tokens) is too long for the scheduler")
@@ -329,6 +330,7 @@ class Scheduler:
         sample.asked_tokens = min(most_tokens, room_tokens)
         # Even a request for no token is prefilled, and the prefill generates one token.
         sample.target_tokens = max(1, min(sample.output_tokens, sample.asked_tokens))
+        # The last segment is the rest of the context, which no other sample shares.
         sample.path = (*sample.prefix, (sample, sys.maxsize))
         self.waiting.append(sample)
 
@@ -339,7 +341,7 @@ class Scheduler:
         """
         if self._decodes_before_prefill and self.running:
             return self._decode(limit)
-        self._decodes_before_prefill = 0
+        self._decodes_before_prefill = 0  # without running samples there is nothing to decode first
         if admitted := self._admit_waiting():
             return self._prefill(admitted)
         return self._decode(limit) if self.decoding else None
@@ -353,7 +355,11 @@ class Scheduler:
         return sample.prompt_tokens + self.outputs_of(sample) - 1
 
     def expected_tokens(self) -> float:
-        """Return the number of further tokens of the pool that running samples are expected to take."""
+        """Return the number of further tokens of the pool that running samples are expected to take.
+
+        A sample may still generate the rest of its `asked_tokens`, of which at most `clip_tokens` count. It
+        is expected to generate the fraction `ratio` of that, or all of it with `ignore_eos`.
+        """
         clip, passes = self.config.clip_tokens, self._passes
         estimated = fixed = 0
         for sample in self.decoding:
@@ -405,7 +411,7 @@ class Scheduler:
         return admitted
 
     def _may_admit(self) -> bool:
-        """Tell whether to try an admission. After a failed try, only once the running batch has shrunk."""
+        """Tell whether to try an admission. After a failed one, the running batch must shrink first."""
         if not self.decoding:
             self._is_full = False
         if self.chunked is not None:
@@ -417,9 +423,10 @@ class Scheduler:
         return self.queue > 0 and not self._is_full
 
     def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, is_first: bool) -> int | Refusal:
-        """Admit the head of the queue; return the number of its tokens that this pass computes.
+        """Admit the first sample of the queue; return the number of its tokens that this pass computes.
 
-        `is_first` says that the pass has no sample yet. Return the reason if the sample is not admitted.
+        `is_first` tells that the pass has admitted no sample yet. If the sample is refused, return the
+        reason.
         """
         # The prefix is locked before the tests, because the available tokens do not include locked ones.
         node, matched = self.pool.lock_prefix(sample)
@@ -452,7 +459,8 @@ class Scheduler:
         """
         uncomputed = sample.fill_tokens - sample.filled_tokens
         free_tokens = self.pool.available_tokens
-        chunk_limit = max(budget.chunk_tokens, 1)  # a chunk has at least one token, or it would never end
+        # At least one token, because an empty chunk would never finish the prompt.
+        chunk_limit = max(budget.chunk_tokens, 1)
         room_tokens = math.floor(free_tokens - budget.expected_tokens)
         if room_tokens > 0:
             chunk_limit = min(chunk_limit, room_tokens)
@@ -463,9 +471,9 @@ class Scheduler:
         return tokens
 
     def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, uncomputed: int) -> None:
-        """Charge `tokens` of an admitted sample to the budget.
+        """Subtract `tokens` of an admitted sample from the budget of this pass.
 
-        The expected output is charged too if these are all `uncomputed` tokens of the sample.
+        With its last chunk (`tokens` equals `uncomputed`), the sample's expected output is charged too.
         """
         new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == uncomputed else 0
         budget.expected_tokens += tokens + PAGE_TOKENS + new_tokens
@@ -496,7 +504,7 @@ class Scheduler:
             self.pool.checkpoint(sample)
             if sample is self.chunked:  # more chunks follow
                 continue
-            sample.outputs += 1  # the last token of a context generates the next one
+            sample.outputs += 1  # the pass that computes the last prompt token generates an output token
             if sample.outputs >= sample.target_tokens:
                 self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
@@ -505,7 +513,8 @@ class Scheduler:
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
-            # Fewer samples begin to decode than were in the pass, which SGLang treats as a smaller batch.
+            # A sample has ended, or its prompt is unfinished, so it does not decode. SGLang treats this as a
+            # smaller batch, and tries to admit more samples.
             self._is_full = False
         self._decodes_before_prefill = self.config.decode_interval
         self.prefill_passes += 1
@@ -534,7 +543,7 @@ class Scheduler:
             steps_to_full_pool = self.pool.available_tokens // self.running
             steps = min(limit, steps_to_first_end, steps_to_full_pool)
             may_admit = self.chunked is not None or (self.waiting and not self._is_full)
-            if may_admit:
+            if may_admit:  # stop at the next pass at which a prefill is tried
                 steps = min(steps, max(self._decodes_before_prefill, 1))
             self._lower_ratio(steps)
         else:
@@ -603,7 +612,8 @@ class Scheduler:
             sample.retractions += 1
             self.retractions += 1
             self.waiting.append(sample)
-            # Cached contexts are evicted for many passes, but room for one pass ends the retraction.
+            # Evict enough cached contexts for RETRACT_STEPS passes, but end the retraction once one pass
+            # has room.
             self.pool.make_room(len(running) * RETRACT_STEPS)
             if self.pool.make_room(len(running)):
                 break

@@ -28,7 +28,8 @@ _HEADERS = {"User-Agent": "batchrunner", "Accept": "image/*, audio/*, video/*, a
 
 def is_public(text: str) -> bool:
     """Tell whether an IP address is public: not of this machine, of a private network, or link-local."""
-    address = ip_address(text.partition("%")[0])  # without the zone of an IPv6 address, as in fe80::1%eth0
+    # Cut off the zone of an IPv6 address, such as %eth0 in fe80::1%eth0.
+    address = ip_address(text.partition("%")[0])
     if any(address in network for network in _OF_IPV4):
         address = ip_address(int(address) & 0xFFFFFFFF)
     return address.is_global and not address.is_multicast and address not in _TUNNEL
@@ -59,11 +60,11 @@ class _PublicHTTP(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     """Handler that opens http(s) URLs of public addresses only."""
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        """Send a request."""
+        """Send a request over HTTP, only to a public address."""
         return self.do_open(_PublicConnection, req)
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        """Send a request with TLS."""
+        """Send a request over HTTPS, only to a public address."""
         return self.do_open(_PublicSecureConnection, req)
 
 
@@ -84,14 +85,14 @@ def download(url: str, most_bytes: int) -> bytes:
 
     The call blocks, for about a minute if the server does not answer.
     """
-    for pause_s in (*PAUSES_S, None):
+    for pause_s in (*PAUSES_S, None):  # None: there is no pause after the last try
         try:
             request = urllib.request.Request(quote(url, safe=_SAFE), headers=_HEADERS)  # noqa: S310 - http(s)
             with _opener().open(request, timeout=TIMEOUT_S) as reply:
                 content: bytes = reply.read(most_bytes + 1)
                 if len(content) > most_bytes:
                     raise BadFileError(f"has more than {most_bytes >> 20} MiB")
-                missing_bytes = reply.length  # of those that the server announced
+                missing_bytes = reply.length  # bytes that the server announced but did not send
                 if not missing_bytes:
                     return content
                 failure: Exception = http.client.IncompleteRead(content, missing_bytes)

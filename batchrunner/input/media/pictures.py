@@ -32,7 +32,7 @@ _ORIENTATION = 0x0112
 """EXIF tag for the orientation of a photo."""
 _WHITE = (255, 255, 255)
 _POINTS_PER_INCH = 72
-"""Unit of the size of a PDF page."""
+"""Points per inch. The size of a PDF page is given in points."""
 
 # Pillow warns about an image with more pixels than this, and refuses an image with more than twice as many.
 Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2
@@ -60,7 +60,7 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
 
 
 def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
-    """Return the file of an opened image in the form that is sent; `content` is its present file."""
+    """Return an opened image as the bytes of the file to send; `content` is the original file."""
     scale = _scale_to(image.width, image.height, max_pixels)
     if scale < 1:  # a JPEG file can be decoded at about the wanted size, which is faster
         image.draft(None, tuple(math.ceil(side * scale) for side in image.size))
@@ -139,6 +139,7 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
             for page_range in page_ranges(pages):
                 if page_range.start > len(document):
                     raise BadFileError(f"has no page {page_range.start}, but only {len(document)} pages")
+                # Leave out the pages of the range that are beyond the end of the document.
                 for number in page_range[: len(document) + 1 - page_range.start]:
                     page = document[number - 1]
                     scale = dpi / _POINTS_PER_INCH

@@ -57,7 +57,7 @@ def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]
 
 
 def _tokens_of(content: bytes, kind: KindName) -> int:
-    """Return the estimated number of prompt tokens of a file, whose `content` is what is sent."""
+    """Estimate the prompt tokens of a file from `content`, the bytes that are sent to the engine."""
     if kind in FILE_BYTES_PER_TOKEN:
         tokens = len(content) / FILE_BYTES_PER_TOKEN[kind]
     else:
@@ -98,9 +98,10 @@ def _read(path_or_url: str, rules: MediaRules) -> bytes:
         path = Path(rules.folder, local_path).resolve()
         if rules.confined and not path.is_relative_to(Path(rules.folder).resolve()):
             raise BadFileError(
-                f"leads out of {rules.folder}: name the folder of the files in `folder`, or set `folder` to /"
+                f"is outside of {rules.folder}: set `folder` to the folder of the files, or to / for any file"
             )
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could take forever
+        # Reading a pipe could block forever.
+        if not stat.S_ISREG(path.stat().st_mode):
             raise BadFileError("is not a regular file")
         if path.stat().st_size > MOST_FILE_BYTES:
             raise BadFileError(f"has more than {MOST_FILE_BYTES >> 20} MiB")

@@ -1,4 +1,4 @@
-"""Finds the images, audio, videos and documents in the columns of a row, and places them in the prompt."""
+"""Finds the images, audio, videos and documents in a row's columns, and puts them into the prompt."""
 
 import re
 import secrets
@@ -58,9 +58,10 @@ class FileColumn:
             )
 
     def files(self, row: int, value: Any, pages: Any = None) -> list[PromptFile]:
-        """Return the files in the column's value for a row, whose ordinal is `row`; raise RowRefusedError.
+        """Return the media files that `value`, the column's value in one row, names; raise RowRefusedError.
 
-        `pages` is the value of the column with the pages of PDF documents, if the job has one.
+        `row` is the ordinal of the row in the input. `pages` is the value of the column with the pages of PDF
+        documents, if the job has one.
         """
         folder = self._spec.folder
         if folder is None:
@@ -70,13 +71,14 @@ class FileColumn:
         if not self.holds_lists or value is None:
             return [self._file(value, label, self._pages(pages), rules)]
         return [
+            # A list has images, audio or videos, which have no pages.
             self._file(item, f"{label}, item {number}", pages="", rules=rules)
             for number, item in enumerate(value, start=1)
         ]
 
     def _file(self, value: Any, label: str, pages: str, rules: MediaRules) -> PromptFile:
         """Return the file that a value holds or names; raise RowRefusedError if there is none."""
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping):  # A file of Hugging Face datasets: `bytes`, or else the `path`.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if value is None:
             raise RowRefusedError(f"{rules.field}: {label} is null")
@@ -130,8 +132,11 @@ def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRu
     anywhere on this machine, and relative paths begin in the current directory.
     """
     is_confined = folder is None or Path(folder) != Path("/")
+    directory = Path.cwd()
+    if folder is not None and is_confined:
+        directory = Path(folder).absolute()
     return MediaRules(
-        folder=str(Path(folder or "").absolute() if is_confined else Path.cwd()),
+        folder=str(directory),
         confined=is_confined,
         allow_urls=spec.allow_urls,
         max_pixels=spec.max_pixels if isinstance(spec, (ImagesSpec, PdfSpec)) else None,
@@ -198,17 +203,18 @@ class MediaPrompts:
         for field, spec in prompt.media.items():
             self._columns += [FileColumn(name, field, spec, source) for name in spec.columns]
             if isinstance(spec, PdfSpec):
-                continue  # only chats have documents, and chats need no placeholder
+                continue  # documents occur only in chats, which need no placeholder
             self._placeholders[KIND_OF_FIELD[field].name] = spec.placeholder or ""
             printed_columns = sorted({*spec.columns} & {*printed})
             if self._is_text and printed_columns and not spec.placeholder:
                 raise JobError(
                     f"prompt.text: prints the {field} of column {printed_columns[0]!r}, "
                     "but the job gives no placeholder for them",
-                    hint=f"set prompt.{field}.placeholder to the model's own token, or leave the column out",
+                    hint=f"set prompt.{field}.placeholder to the token of the model, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
-        self._secret = secrets.token_hex(8)  # no value of a row can contain it
+        # The secret is random, so that no value of a row contains a mark by chance or on purpose.
+        self._secret = secrets.token_hex(8)
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
         self.columns = [column.name for column in self._columns]
         if self._page_column is not None:
@@ -226,12 +232,14 @@ class MediaPrompts:
         if self._is_column:
             return _conversation(prompt, files, placed), tuple(placed)
         texts = [prompt] if self._is_text else [message["content"] for message in prompt]
-        # A template may also print a file by a loop over all columns.
+        # A template that loops over all columns prints a file without naming its column.
         printed_files = {int(index) for index in chain.from_iterable(map(self._mark.findall, texts))}
+        # Files that no template prints come at the beginning.
         leading = [files[index] for index in marked_row.unprinted if index not in printed_files]
         if self._is_text:
             parts = [_part(file, placed) for file in leading]
             parts += self._parts_of(prompt, files, placed)
+            # In a prompt that is one text, the model's placeholder token stands for each file.
             part_texts = [part.get("text") or self._placeholders[part["type"]] for part in parts]
             return "".join(part_texts), tuple(placed)
         return self._messages(prompt, files, leading, placed), tuple(placed)
@@ -246,10 +254,11 @@ class MediaPrompts:
             value = row[column.name]
             is_printed = column.name in self._printed
             if value is None and is_printed:
-                continue  # the template decides what it prints for a null
+                continue  # the template decides how to print a null
             start = len(files)
             files += column.files(ordinal, value, pages)
             indices = range(start, len(files))
+            # The characters around a mark are from Unicode's private use area, so texts rarely have them.
             marks = Marks(f"\ue000{self._secret}:{index}\ue001" for index in indices)
             values[column.name] = marks if column.holds_lists else str(marks)
             if not is_printed:
@@ -265,7 +274,7 @@ class MediaPrompts:
     ) -> list[dict[str, Any]]:
         """Put files in place of their marks, and `leading` at the start of the last user message."""
         user_messages = [index for index, message in enumerate(messages) if message["role"] == _USER]
-        target = user_messages[-1] if user_messages else 0
+        target = user_messages[-1] if user_messages else 0  # Without a user message, the first message.
         messages_with_files = []
         for index, message in enumerate(messages):
             parts = [_part(file, placed) for file in leading] if index == target else []
@@ -275,7 +284,7 @@ class MediaPrompts:
         return messages_with_files
 
     def _parts_of(self, text: str, files: list[PromptFile], placed: list[PromptFile]) -> list[dict[str, Any]]:
-        """Return the parts of a text with marks, and append the files of the marks to `placed`."""
+        """Split a text at the marks of files into text and media parts; append the files to `placed`."""
         parts: list[dict[str, Any]] = []
         # Splitting yields in turn a text and the index of a file.
         for number, text_or_index in enumerate(self._mark.split(text)):
@@ -313,7 +322,7 @@ def _conversation(
                 f"but the row has {len(kind_files)} {kind.field}"
             )
         if not kind_files or empty_parts[name]:
-            continue  # nothing to place, or the files replace the empty parts
+            continue  # there are no files of this kind, or they replace empty parts
         marks_in_texts = sum(text.count(kind.mark) for text in user_texts)
         if marks_in_texts == len(kind_files):
             marks.append(kind.mark)

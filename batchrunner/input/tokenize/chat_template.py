@@ -75,7 +75,8 @@ class ChatTemplate:
         A chat passes without a test if its prompt depends on more than this template and the body.
         """
         arguments = dict(body.get("chat_template_kwargs") or {})
-        arguments.pop("spaces_between_special_tokens", None)  # SGLang does not pass this to the template
+        # SGLang does not pass this argument to the template
+        arguments.pop("spaces_between_special_tokens", None)
         if body.get("reasoning_effort") is not None:
             arguments.setdefault("reasoning_effort", body["reasoning_effort"])
         messages, tools = _messages_for_template(body), _tools_for_template(body)
@@ -125,6 +126,7 @@ def _tools_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         tools = [tool for tool in tools if tool["function"]["name"] == chosen_name]
     if not tools or choice == "none":
         return None
+    # SGLang passes tools with all fields of its own type, so a template also sees the fields that are unset.
     defaults = {"description": None, "parameters": None, "strict": None}
     tools_with_defaults = []
     for tool in tools:
@@ -212,7 +214,7 @@ def _raise(message: str) -> None:
 def added_twice(tokenizer: Any, text: str) -> str | None:
     """Return the special token that a tokenizer adds before a text that already begins with this token.
 
-    Return None if the tokenizer adds no token before the text, or another token.
+    Return None if the tokenizer adds nothing, or adds a token with which the text does not begin.
     """
     added_ids = tokenizer.encode("", add_special_tokens=True).ids[:1]
     first_ids = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]

@@ -49,7 +49,7 @@ class Encoder:
         *,
         chat_sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the tokenizer of a model directory; None if prompts are token ids already.
+        """Load the tokenizer from a model's `directory`, which is None if prompts are token ids already.
 
         `chat_sampling` has the sampling parameters that SGLang's chat endpoint would add to a request. Raises
         CannotTokenizeError if a file of the model cannot be used.
@@ -62,7 +62,11 @@ class Encoder:
         self._chat_sampling = chat_sampling or {}
 
     def can_encode(self, request: Request) -> bool:
-        """Tell whether `encode` tokenizes a request; the engine tokenizes all other requests."""
+        """Tell whether `encode` tokenizes a request; the engine tokenizes all other requests.
+
+        The engine must tokenize requests whose prompt depends on more than the texts of messages, such as
+        media or tools. It also continues an assistant message at the end in its own way.
+        """
         if request.kind != self._kind or request.media or request.tools:
             return False
         if self._kind != "messages":
@@ -120,7 +124,7 @@ class Encoder:
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as failure:  # noqa: BLE001 - the library raises TypeError or plain Exception
-            if len(texts) > 1:  # encode each text alone, so that only the bad ones fail
+            if len(texts) > 1:  # encode each text alone, so that one bad text does not fail the others
                 return [self._encoded([text], special=special)[0] for text in texts]
             return [_refusal(failure, text) for text in texts]
         return [encoding.ids for encoding in encodings]
@@ -128,6 +132,7 @@ class Encoder:
     def _as_ids(self, request: Request, ids: list[int]) -> Request:
         """Return a request with token ids in place of its prompt."""
         sampling = request.sampling
+        # A chat is sent as token ids to an endpoint that does not add the chat endpoint's own parameters.
         if request.kind == "messages":
             sampling = {**self._chat_sampling, **sampling}
         return request._replace(
@@ -151,9 +156,10 @@ class Encoder:
                     f"({context} tokens)."
                 )
             return ids
+        # Leave room for the longest output; without a limit of the job, for one token at least.
         limit = context - int(request.sampling.get("max_new_tokens") or 1)
         if longest_prompt is not None:
-            limit = min(limit, longest_prompt - 1)
+            limit = min(limit, longest_prompt - 1)  # A prompt must stay below `longest_prompt`.
         if len(ids) <= limit:
             return ids
         if limit > 0 and self._backend is None:
@@ -168,7 +174,7 @@ class Encoder:
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
-        keep = len(offsets) - (length - limit)
+        keep = len(offsets) - (length - limit)  # The rest of the prompt keeps all its tokens.
         while keep > 0:
             shorter_text = truncate_text(text, offsets, keep, truncation)
             (ids,) = self.token_ids([_with_text(request, shorter_text)])
@@ -176,10 +182,11 @@ class Encoder:
                 raise ids
             if len(ids) <= limit:
                 return ids
-            keep -= len(ids) - limit  # the shorter text had more tokens than expected
+            # Tokens at the cut may change, so the shorter text can have more tokens than expected.
+            keep -= len(ids) - limit
         raise RowRefusedError(
-            f"prompt.truncate: the prompt has {length} tokens, and more than the allowed {limit} "
-            "even without all text that may be truncated"
+            f"prompt.truncate: the prompt has {length} tokens, but at most {limit} are allowed, "
+            "and the text that may not be truncated already has more"
         )
 
 
@@ -213,7 +220,7 @@ def _truncatable(request: Request) -> str:
 
 
 def _with_text(request: Request, text: str) -> Request:
-    """Return a request in which `text` replaces the text that `_truncatable` returns."""
+    """Return a request whose prompt, or last user message in a chat, is replaced by a truncated `text`."""
     if request.kind == "text":
         return request._replace(prompt=text)
     messages = [*request.prompt]
@@ -223,12 +230,16 @@ def _with_text(request: Request, text: str) -> Request:
 
 
 def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
-    """Return the error that refuses a row whose prompt, or whose `text`, could not be tokenized."""
+    """Return the error that refuses a row because its prompt could not be tokenized.
+
+    `text` is the prompt's text, if it is known.
+    """
     if isinstance(failure, RowRefusedError):
         return failure
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # says more than the library's own error, which is about types
+    # This error names the bad character; the tokenizer's error only names types.
+    except UnicodeEncodeError as error:
         failure = error
     return RowRefusedError(f"the prompt cannot be tokenized: {type(failure).__name__}: {failure}")
 

@@ -138,7 +138,8 @@ def draw_lines(
 
 def time_ticks(length_s: float) -> list[AxisTick]:
     """Return ticks at round times for an axis of `length_s` seconds."""
-    whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)  # For runs that are too long for _STEPS_S.
+    # The step of a run that is too long for all of _STEPS_S.
+    whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)
     step_s = next((step_s for step_s in _STEPS_S if length_s / step_s <= TICKS), whole_days_s)
     unit_s, unit = next((pair for pair in _UNITS_S if step_s >= pair[0]), (1, "s"))
     ticks = [AxisTick(0.0, "0")]
@@ -229,7 +230,7 @@ def load_charts(
         ),
         draw(
             "queue", "Waiting requests, #queue-req",
-            "In the shaded range, the engine always has a next request without a slower scheduler.",
+            "In the shaded range, a next request always waits, but too few wait to slow the scheduler down.",
             by_replica("queue", "#queue-req"), zones=_bands(histories),
         ),
         draw(
@@ -287,7 +288,7 @@ def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict
     lines = timeline.of_schedulers(name)
     if len(lines) > 1:
         return {label.replace("http://", ""): line for label, line in lines.items()}
-    if not (alone and lines):
+    if not alone or not lines:
         return {}
     (line,) = lines.values()
     return {alone: line}

@@ -100,6 +100,7 @@ class WorkerHistory:
         # A damaged log may begin without a `start` event.
         if event["event"] == "start" or not self.attempts:
             self.attempts.append(AttemptLoad(began=event["time"], ended=event["time"]))
+            # Only a launched engine has a log.
             is_launched = bool((event.get("engine") or {}).get("log"))
             self._replica_names = {} if is_launched else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
@@ -135,7 +136,8 @@ class WorkerHistory:
                 _measure(cell, (name, who), getattr(load, name))
             if load.max_running:
                 self.max_running[who] = load.max_running
-        attempt.retractions = sample.retractions  # The sample has the number since the start of the attempt.
+        # A load sample counts the retractions since the start of the attempt, so the last one has the total.
+        attempt.retractions = sample.retractions
         self.bands.update(sample.bands)  # Schedulers that are gone keep their last range.
 
     def _name_of(self, scheduler: str) -> str:
@@ -143,6 +145,7 @@ class WorkerHistory:
         if self._replica_names is None:
             return scheduler
         server, separator, dp_rank = scheduler.partition("#")
+        # Servers are numbered in the order in which they first appear in the log of the attempt.
         replica = self._replica_names.setdefault(server, f"replica {len(self._replica_names)}")
         return replica + separator + dp_rank
 
@@ -194,7 +197,7 @@ class TimeAxis:
     """
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        """Take the times of the first and last event of each attempt, in any order."""
+        """Build the axis from the times of the first and last event of each attempt, in any order."""
         self._begins: list[float] = []
         """Times at which the periods of work began, ascending."""
         self._ends: list[float] = []
@@ -215,18 +218,24 @@ class TimeAxis:
             self.length_s += end - begin
 
     def place(self, time: float) -> float:
-        """Return the position of a time on the axis, in seconds. All times of a pause have one position."""
+        """Return the position of a time on the axis, in seconds.
+
+        All times within a pause have the same position.
+        """
         period = self.period(time)
         if period < 0:
             return 0.0
         return self._places[period] + min(time, self._ends[period]) - self._begins[period]
 
     def period(self, time: float) -> int:
-        """Return the index of the period of work around or before a time; -1 for an earlier time."""
+        """Return the index of the period of work that has a time, or ends last before it.
+
+        Return -1 if the time is before all periods.
+        """
         return bisect_right(self._begins, time) - 1
 
     def resumed(self) -> list[float]:
-        """Return the positions at which work resumed after a pause."""
+        """Return the positions on the axis at which work resumed after a pause."""
         return self._places[1:]
 
 
@@ -238,7 +247,7 @@ class Timeline:
     places: list[float] = field(default_factory=list)
     """Positions on the time axis of the middle of each cell, in seconds, ascending."""
     breaks: frozenset[int] = frozenset()
-    """Indices, in `places`, of the cells before which the lines of the charts are interrupted."""
+    """Indices in `places` at which each line begins anew, without a connection to the point before."""
     lines: dict[Key, Line] = field(default_factory=dict)
     """Lines by gauge and scheduler. A line without a scheduler is the sum over all workers."""
     retractions: int = 0
@@ -251,11 +260,13 @@ class Timeline:
     def of_schedulers(self, name: str) -> dict[str, Line]:
         """Return the line of a gauge for each scheduler, by label.
 
-        More than MOST_SCHEDULER_LINES schedulers share lines of the lowest, the mean and the highest value.
+        If there are more than MOST_SCHEDULER_LINES schedulers, return three lines instead: the lowest, the
+        mean and the highest value of all schedulers.
         """
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
         if len(lines) <= MOST_SCHEDULER_LINES:
             return lines
+        # For each cell, the values of all schedulers that have one.
         values_by_cell = [
             [value for value in values if value is not None] for values in zip(*lines.values(), strict=True)
         ]
@@ -314,7 +325,8 @@ def _breaks(numbers: list[int], width_s: float, axis: TimeAxis) -> frozenset[int
     numbers of the cells, ascending.
     """
     silence_s = max(GAP_S, 2 * width_s)
-    # The end of a cell is in its attempt, but the middle of the first cell may lie before the attempt.
+    # Take the end of each cell as its time. The middle of an attempt's first cell may lie before the attempt,
+    # and so in the pause before it.
     ends = [(number + 1) * width_s for number in numbers]
     breaks = set()
     for index, (previous_end, end) in enumerate(pairwise(ends), 1):

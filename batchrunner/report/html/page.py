@@ -137,6 +137,7 @@ def _state(
     `remaining` is the number of rows without a result. `failed_rows` is the clause of `too_many_failed`.
     """
     workers = [run_dir.of_task(history.task) for history in histories]
+    # Names of the processes that run now.
     holders = list(filter(None, holders_of([(worker, last_sample(worker.events)) for worker in workers])))
     if holders:
         running = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} workers"
@@ -165,7 +166,7 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
         "readout": {
             # Positions on the time axis, in seconds, at which the charts have values.
             "places": [round(place, 2) for place in timeline.places],
-            "length_s": timeline.axis.length_s or 1.0,  # not 0, because page.js divides by it
+            "length_s": timeline.axis.length_s or 1.0,  # at least 1, because page.js divides by the length
             "charts": {chart.key: [line.values for line in chart.strokes] for chart in charts},
         },
     }
@@ -190,7 +191,7 @@ def _workers(run_dir: RunDir) -> list[RunDir]:
 def _decisions(
     histories: Sequence[WorkerHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the runner's decisions on order, tokenizing and window, each as a name and a text.
+    """Return the runner's decisions on order, tokenizing and window, as pairs of a name and a text.
 
     With several workers, the decision of the last worker is shown.
     """
@@ -210,13 +211,14 @@ def _decisions(
 
 
 def _load(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Return facts about load and sending from report.json, each as a name and a text."""
+    """Return facts about load and sending from report.json, as pairs of a name and a text."""
     report = read_json(run_dir.report_json)
     load, sharing = report.get("load") or {}, report.get("sharing") or {}
     facts = []
     if load.get("in_band_share") is not None:
         in_band, empty = load["in_band_share"], load["empty_queue_share"]
-        facts.append(("Queue", f"{in_band:.0%} of the steady time in the healthy range, {empty:.0%} empty"))
+        queue = f"in the healthy range for {in_band:.0%} of the steady time, empty for {empty:.0%}"
+        facts.append(("Queue", queue))
     corner_shares = (load.get("corner_shares") or {}).items()
     shares = [
         f"{share:.0%} {Corner(name).words}" for name, share in corner_shares if share and name in set(Corner)
@@ -240,7 +242,7 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
 
 
 def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the engine's limits and the versions of the software, each as a name and a text.
+    """Return the limits of the engine and the versions of the software, as pairs of a name and a text.
 
     `facts` is the content of run.json.
     """

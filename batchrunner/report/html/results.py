@@ -107,7 +107,7 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
 def _length(
     connection: duckdb.DuckDBPyConnection, name: str, unit: str, value: str
 ) -> tuple[Any, ...] | None:
-    """Return an entry of `RunResults.lengths`; None if no row has a value.
+    """Compute the statistics of one distribution, as in `RunResults.lengths`; None if no row has a value.
 
     `value` is an SQL expression on a row of the view `results`.
     """
@@ -128,7 +128,8 @@ def _answers(part: Path) -> list[dict[str, Any]]:
     columns = []
     for name in names:
         values, unreadable = values_of(batch.column(name))
-        columns.append([unreadable.get(at, value) for at, value in enumerate(values)])
+        # In place of a value that Python cannot represent, the reason is shown.
+        columns.append([unreadable.get(index, value) for index, value in enumerate(values)])
     return [
         {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)

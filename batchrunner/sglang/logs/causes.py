@@ -9,8 +9,11 @@ TAIL_BYTES = 4 << 20
 """Number of bytes read from the end of a log. It is large, because after the error of one rank the other
 ranks may write thousands of lines of tracebacks."""
 HEAD_BYTES = 1 << 20
-"""Number of bytes read from the beginning of a log, which has a server's arguments (16 kB per process) and
-limits."""
+"""Number of bytes read from the beginning of a log. They contain a server's arguments, 16 kB per process, and
+its limits.
+"""
+LINE_CHARACTERS = 300
+"""Maximum number of characters of a log line in the explanation of a failure."""
 MOST_LINES = 3
 """Maximum number of log lines in the explanation of a failure."""
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
@@ -35,6 +38,7 @@ def cause_in(log: Path, since: int = 0) -> str:
     """
     lines = [unstamped(line) for line in head_and_tail(log, since)]
     causes = [line for line in lines if _CAUSE.match(line)]
+    # The first of these lists that has a line.
     best_lines = (
         [line for line in lines if _KILLED.match(line)]
         or [line for line in causes if not _CONSEQUENCE.search(line)]
@@ -42,7 +46,7 @@ def cause_in(log: Path, since: int = 0) -> str:
         or [line for line in lines if line][-MOST_LINES:]
     )
     distinct_lines = [*dict.fromkeys(best_lines)]
-    return " / ".join(line[:300] for line in distinct_lines[-MOST_LINES:])
+    return " / ".join(line[:LINE_CHARACTERS] for line in distinct_lines[-MOST_LINES:])
 
 
 def unstamped(line: str) -> str:
@@ -56,7 +60,9 @@ def head_and_tail(log: Path, since: int = 0) -> list[str]:
         with log.open("rb") as file:
             file.seek(since)
             head = file.read(HEAD_BYTES)
+            # The tail begins after the head, so that no line of a short log is read twice.
             file.seek(max(file.tell(), log.stat().st_size - TAIL_BYTES))
+            # A running server appends lines, so up to twice the tail is read, but not without limit.
             text = head + file.read(2 * TAIL_BYTES)
     except OSError:
         return []

@@ -86,7 +86,7 @@ class PoolAllocated(NamedTuple):
     """Memory was allocated for the KV pool or for the state pool of a hybrid model."""
 
     gb: float
-    """Size of the pool in GB."""
+    """Memory in GB that the KV pool or state pool takes."""
     slots: int | None = None
     """Number of state slots; None for a KV pool."""
 
@@ -213,7 +213,8 @@ _USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
 _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)")
 _RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\]:? *)?(?:[A-Z]+:? +)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
 _KILLED = re.compile(
-    r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"  # 9: a status of waitpid
+    # 9: the raw status of waitpid for SIGKILL
+    r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"
     r"Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
 _CRASHED = re.compile(
@@ -276,9 +277,9 @@ def record_in(line: str) -> Record | None:
 
 
 def _record(line: str) -> Record | None:
-    """Return the record of a line that does not quote a request."""
+    """Parse a log line into a record, without a check that the line only quotes a request."""
     # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
-    if _ACCESS in line:  # nine of ten lines of a large log
+    if _ACCESS in line:  # These are nine of ten lines in a large log.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
@@ -319,8 +320,9 @@ def clean(line: str) -> str:
 def _batch(line: str) -> LoggedBatch | None:
     """Return the record of a batch line; None for any other line.
 
-    Return None for a batch line that is damaged before the end of `#queue-req`, too.
+    None, too, if the batch line is damaged before the end of `#queue-req`.
     """
+    # Names are searched from the beginning of the message, because a prefix of the line could contain them.
     start = line.find("Decode batch")
     is_decode = start >= 0
     if not is_decode:
@@ -335,6 +337,7 @@ def _batch(line: str) -> LoggedBatch | None:
         decode=is_decode,
         running=int(running[1]),
         queue=int(queue[1]),
+        # With sliding windows, the line has the usage of two pools.
         usage=max(map(float, _USAGE.findall(line, start)), default=0.0),
         tokens=int(tokens[1]) if tokens else None,
         graph=None if "cuda graph: " not in line else "cuda graph: True" in line,
@@ -362,7 +365,7 @@ def _ready(line: str) -> ServerReady:
 
 def _rare(line: str) -> Record | None:
     """Return the record of a line that is logged at the start of a server or at its end."""
-    if failure := _failure(line):
+    if failure := _failure(line):  # First, because an error line may also match a pattern below.
         return failure
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
@@ -413,6 +416,7 @@ def _quantised(line: str) -> str | None:
     match = _QUANTISED.search(line)
     if match:
         return match[1]
+    # Newer releases log `type=` with the model's class, and `quant=` only for a quantised checkpoint.
     is_unquantised = "type=" in line and "dtype=" not in line
     return "" if is_unquantised else None
 
@@ -420,11 +424,11 @@ def _quantised(line: str) -> str | None:
 def _arguments(text: str) -> Arguments:
     """Read a server's arguments: a dict in SGLang 0.5.20 or newer, else `ServerArgs(name=value, …)`.
 
-    From a text that is cut off, the arguments before its end are read.
+    If the line is truncated, the arguments before the end of the line are still read.
     """
     if isinstance(values := _literal(text), dict):
         return Arguments({str(name): value for name, value in values.items()})
-    text = re.sub(r"'(\w+)': ", r"\1=", text)  # the items of a dict, now as name=value
+    text = re.sub(r"'(\w+)': ", r"\1=", text)  # a truncated dict: rewrite its items as name=value
     return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 
@@ -443,7 +447,7 @@ def _value(expression: ast.expr) -> Any:
     return ast.literal_eval(expression)
 
 
-@lru_cache(maxsize=64)  # lines of the same second follow each other
+@lru_cache(maxsize=64)  # a cache helps, because successive lines often have the same time
 def _seconds(time: str) -> float | None:
     """Return a time stamp in seconds, as if its time zone were UTC; None for a damaged time stamp."""
     try:

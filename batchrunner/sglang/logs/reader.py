@@ -71,7 +71,9 @@ class Facts:
     troubles: dict[Phase, OutOfMemory] = field(default_factory=dict)
     """Last out-of-memory record of each phase."""
     last_trouble: OutOfMemory | None = None
-    """Last out-of-memory record since the last batch line. The server survived earlier ones."""
+    """Last out-of-memory record since the last batch line. A batch line shows that the server survived
+    earlier out-of-memory errors.
+    """
     died: Died | None = None
     """Log line that best explains the server's death: the line of a SIGKILL, an exception or a crash."""
     card: str | None = None
@@ -110,17 +112,19 @@ class Facts:
 
     @property
     def state_share(self) -> float | None:
-        """Memory of the state pool as a fraction of that of state pool and KV pool together; None if unknown.
+        """Fraction of the memory of both pools (state pool and KV pool) that the state pool takes.
 
-        If no line has the sizes, it follows from `mamba_full_memory_ratio`.
+        If the log has no sizes, the fraction follows from `mamba_full_memory_ratio`. None if unknown.
         """
         pool = self.states
         if pool is None:
             return None
         if pool.gb and pool.kv_gb:
             return pool.gb / (pool.gb + pool.kv_gb)
+        if self.sizes_states:  # The number of slots is fixed, so the ratio has no effect.
+            return None
         ratio = self.number("mamba_full_memory_ratio") or STATE_RATIO
-        return None if self.sizes_states else ratio / (1 + ratio)
+        return ratio / (1 + ratio)
 
     @property
     def tp(self) -> int:
@@ -177,17 +181,26 @@ class Facts:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the model has experts, by its config.json or else its class name."""
+        """Whether the model is a mixture of experts.
+
+        config.json decides if it was read, else the name of the model's class.
+        """
         return has_experts(self.config) if self.config else self._class_has(_MOE)
 
     @property
     def is_mla(self) -> bool:
-        """Whether attention is multi-head latent (MLA), by config.json or else the class name."""
+        """Whether the model has multi-head latent attention (MLA).
+
+        config.json decides if it was read, else the name of the model's class.
+        """
         return has_latent_attention(self.config) if self.config else self._class_has(_MLA)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether an indexer selects the tokens of attention (DSA), by config.json or else the class name."""
+        """Whether the model has sparse attention (DSA), in which an indexer selects the tokens.
+
+        config.json decides if it was read, else the name of the model's class.
+        """
         return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
 
     def _class_has(self, pattern: re.Pattern[str]) -> bool:
@@ -212,6 +225,7 @@ class Facts:
 
 def architecture_of(card: str) -> Architecture | None:
     """Return the generation of a GPU from the words of its name; None for an unknown GPU."""
+    # With an underscore around each word, only whole words match: H20 does not match H200.
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
     for generation, names in _CARDS.items():
         if any(f"_{name}_" in words for name in names.split()):
@@ -256,10 +270,11 @@ class LogReader:
         self.records = 0
         """Number of lines that only SGLang writes."""
         self.source = ""
-        """Prefix of the schedulers' names, which tells several logs apart."""
+        """Prefix of the schedulers' names. It differs between logs, so that their schedulers stay apart."""
         self._speakers: dict[str, str] = {}
-        """For each scheduler, the rank whose lines count. With tensor parallelism, all ranks may log the
-        same."""
+        """For each scheduler, the rank whose lines count. With tensor parallelism, all ranks may log the same
+        load.
+        """
         self._phase: Phase = "general"
         self._running = 0
         self._memory_caps_running = False
@@ -269,10 +284,13 @@ class LogReader:
 
     def read(self, path: Path) -> Self:
         """Read a log to its end. Raises InputError for a file that cannot be read or is not an SGLang log."""
+        # Arguments and failures are read into empty facts, apart from those of earlier logs. Afterwards
+        # `_add` fills the gaps from the earlier facts.
         earlier, self._old_death = self.facts, None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
-            with path.open(encoding="utf-8", errors="replace") as log:  # only ASCII text matters
+            # Replace invalid bytes, because all lines that matter are ASCII.
+            with path.open(encoding="utf-8", errors="replace") as log:
                 while line := log.readline(LONGEST_LINE):
                     self.take(line)
         except OSError as failure:
@@ -288,7 +306,7 @@ class LogReader:
         return self
 
     def _add(self, earlier: Facts) -> None:
-        """Add the arguments and failures in the facts of logs that were read `earlier`."""
+        """Take over arguments and failures of logs read `earlier`, unless this log has its own."""
         facts = self.facts
         facts.arguments = facts.arguments or earlier.arguments
         facts.troubles = earlier.troubles | facts.troubles
@@ -304,7 +322,7 @@ class LogReader:
             self._take(record, line)
 
     def _take(self, record: Record, line: str) -> None:
-        """Add the record of a line to the series or to the facts."""
+        """Add the parsed record of a log line to the load samples (`series`) or to the server's `facts`."""
         match record:
             case LoggedBatch():
                 self._batch(record, line)
@@ -322,13 +340,14 @@ class LogReader:
                 self._phase = "general"
             case WeightsLoaded():
                 self._weights(record)
+            # While graphs are captured, a traceback names functions of forward passes too.
             case PhaseBegins(phase) if self._phase != "graph" or phase not in _FORWARD:
                 self._phase = phase
             case OutOfMemory() | Died() | Raised():
                 self._failed(record)
 
     def _pool(self, record: RunningCapped | PoolAllocated) -> None:
-        """Add a line about the state pool of a hybrid model, or about the KV pool of the same server."""
+        """Record a line about the state pool or the KV pool in `facts.states`, if the model is hybrid."""
         pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
         if isinstance(record, RunningCapped):
             self._memory_caps_running = True
@@ -338,22 +357,25 @@ class LogReader:
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
-        elif pool.slots and pool.kv_gb is None:  # the first KV pool; that of a draft model may follow
+        # The first KV pool in the log; the KV pool of a draft model may follow.
+        elif pool.slots and pool.kv_gb is None:
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
-        """Add the load in a batch line, if the lines of its rank count."""
+        """Add the load of a batch line to the series, if the lines of its rank count (`_speaker`)."""
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
-        # A batch shows that the server has survived, except after a new death: other ranks go on for seconds.
+        # A batch that is logged after the death of an earlier start shows that the restarted server works.
+        # After a death in the current start it shows nothing, because other ranks go on for seconds.
         if self.facts.died is self._old_death:
             self.facts.died = self._old_death = self.facts.last_trouble = None
         if not batch.decode:
             self.series.prefills.add(batch, self.facts.chunk or 0)
             return
         states = self.facts.states
+        # A line may lack the use of the state pool (0), so the running requests give a lower bound.
         usage_by_requests = batch.running / states.most_running if states else 0.0
         sample = LoadSample(
             at=at,
@@ -379,9 +401,10 @@ class LogReader:
         return scheduler if is_first_rank else None, origin.at
 
     def _started(self, record: Arguments) -> None:
-        """Begin a start of the server. If a tuned argument changed, drop everything read before but the GPU.
+        """Prepare the facts for a new start of the server, whose log lines follow.
 
-        Otherwise the load of a server with other arguments would count for this one.
+        If a tuned argument has changed, all facts but the GPU and all samples are dropped. Otherwise the load
+        of a server with other arguments would count for this server.
         """
         previous = self.facts.arguments
         if previous and any(previous.get(name) != record.values.get(name) for name in _TUNED):
@@ -395,7 +418,11 @@ class LogReader:
         self._phase = "load"
 
     def _forget(self) -> None:
-        """Drop the samples of this log; if none of other logs remain, drop the sums over all logs too."""
+        """Drop the samples of this log.
+
+        The sums over prefill passes are not kept by log, so they are dropped only when no log has samples
+        left.
+        """
         series = self.series
         tracks = series.tracks.items()
         series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
@@ -403,18 +430,19 @@ class LogReader:
             series.prefills, series.retractions = Prefills(), 0
 
     def _weights(self, record: WeightsLoaded) -> None:
-        """Add a line about the loading of weights."""
+        """Record the size of loaded weights and the memory of the GPU in the facts."""
         facts = self.facts
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
             facts.card_gb = record.free_gb
-        # The weights of a draft model are loaded too. They are smaller.
+        # If there is a draft model, its weights are logged too. The larger weights belong to the main model.
         if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):
             facts.weights_gb, facts.model = record.used_gb, record.model
             facts.quantised = record.quantised
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Keep the record that best explains a death: a SIGKILL, or else the first exception."""
+        # A death before the last restart does not count: the server was started again since.
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
             phase = self._phase if record.phase == "general" else record.phase

@@ -1,4 +1,4 @@
-"""The load of schedulers over time, in bounded memory: their newest samples, and sums over prefill passes."""
+"""The load of schedulers over time: their newest samples, and sums over prefill passes. Memory is bounded."""
 
 import statistics
 from collections import deque
@@ -103,8 +103,9 @@ def sample_of_load(
 MOST_SAMPLES = 16_384
 """Maximum number of samples that are kept for a scheduler: the newest ones."""
 PAUSE_S = 30.0
-"""Minimum seconds between two samples that count as a pause without work, so that the work before had ended.
-If the time falls by more than this, an older log follows a newer one, which counts as a pause too."""
+"""Minimum seconds between two samples that count as a pause, in which the scheduler had no work. If the time
+falls by more than this, the lines belong to an older log that was read later; that counts as a pause too.
+"""
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class Track:
     """Number of seconds under load, without pauses."""
 
     def add(self, sample: LoadSample) -> None:
-        """Append a sample, and count the time since the previous sample as busy, unless it was a pause."""
+        """Append a sample. The time since the previous sample counts as busy unless it exceeds PAUSE_S."""
         previous_at = self.samples[-1].at if self.samples else None
         gap_s = 0.0 if sample.at is None or previous_at is None else sample.at - previous_at
         if abs(gap_s) > PAUSE_S:
@@ -127,12 +128,13 @@ class Track:
         self.samples.append(sample)
 
     def settle(self) -> None:
-        """End a stretch of work: record that the client had no more rows to send when the queue ran empty.
+        """End a stretch of work: mark its last samples with an empty queue as having no unsent rows.
 
-        Otherwise an empty queue would be a sign that the client sends too few requests.
+        The queue ran empty because the client had no more rows. Without the mark, these samples would suggest
+        that the client sends too few requests at a time.
         """
         samples = self.samples
-        drain_begin = len(samples)  # index of the first of the last samples with an empty queue
+        drain_begin = len(samples)  # where the final samples with an empty queue begin
         while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
             drain_begin -= 1
         had_queue_before = drain_begin > 0 and samples[drain_begin - 1].queue > 0
@@ -171,7 +173,7 @@ class Series:
 
     @property
     def busy_s(self) -> float:
-        """Maximum over the schedulers of the seconds under load."""
+        """Seconds under load of the scheduler that was longest under load."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property

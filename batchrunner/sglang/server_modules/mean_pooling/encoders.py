@@ -1,4 +1,4 @@
-"""The encoders. Each has the name of the architecture that it replaces."""
+"""SGLang encoders with mean pooling. Each class has the name of the architecture that it replaces."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class BertModel(bert.BertModel):  # type: ignore[misc]
     """BERT with the mean over all tokens."""
 
     def __init__(self, **options: Any) -> None:
-        """Take SGLang's arguments."""
+        """Build SGLang's encoder, and replace its pooler by the mean over all tokens."""
         super().__init__(**options)
         self.pooler = Pooler(pooling_type=PoolingType.MEAN, normalize=True)
 
@@ -19,7 +19,7 @@ class XLMRobertaModel(roberta.XLMRobertaModel):  # type: ignore[misc]
     """XLM-RoBERTa with the mean over all tokens."""
 
     def __init__(self, **options: Any) -> None:
-        """Take SGLang's arguments."""
+        """Build SGLang's encoder, and replace its pooler by the mean over all tokens."""
         super().__init__(**options)
         self.pooler = Pooler(pooling_type=PoolingType.MEAN, normalize=True)
 
