@@ -7,7 +7,8 @@ the same, with its leases: those of the missing rows are free.
 
 Each command is a fresh process on a copy of the run, and is timed from its creation. A command that sends
 rows is timed until its first row would be sent, and then killed; the engine is simulated. The peak is the
-kernel's high-water mark of memory (VmHWM), imports included. The files lie in the page cache where they fit.
+kernel's high-water mark of memory (VmHWM), imports included. Beside the resumed runs stand new runs that sort
+all rows by prefix, and that do not. The files lie in the page cache where they fit.
 """
 
 from __future__ import annotations
@@ -219,12 +220,15 @@ def measure(directory: Path, rows: int, cases: list[str]) -> dict[str, dict[str,
         "joined": ["JOB", "--quiet", "--join"],
         "joined_status": ["status", "RUN"],
         "merge_parts": ["merge", "RUN"],
+        "first_row_unsorted": ["JOB", "--quiet"],
+        "first_row_sorted": ["JOB", "--quiet", "--set", "order=prefix"],
         "merge_file": ["merge", "RUN", "FILE"],
     }
     measured = {}
     for case in cases:
         copy = directory / "copy"
-        copy_run(directory / source.get(case.split("_")[0], "run"), copy)
+        if not case.startswith("first_row"):
+            copy_run(directory / source.get(case.split("_")[0], "run"), copy)
         file = directory / "all.parquet"
         places = {"RUN": str(copy), "JOB": str(write_job(directory, "copy")), "FILE": str(file)}
         measured[case] = fresh(*(places.get(word, word) for word in words[case]))
@@ -234,7 +238,8 @@ def measure(directory: Path, rows: int, cases: list[str]) -> dict[str, dict[str,
     return measured
 
 
-CASES = ["status", "resume", "retry_failed", "join", "joined", "joined_status", "merge_parts", "merge_file"]
+CASES = ["status", "resume", "retry_failed", "join", "joined", "joined_status", "merge_parts", "merge_file",
+         "first_row_unsorted", "first_row_sorted"]  # fmt: skip
 
 
 def main() -> None:
