@@ -13,8 +13,8 @@ minutes. They are the difference between runs of 500 and of 2,000 rows, so that 
 tool makes the process slow, and what the runner does by the clock (polls of the load, writes of the journal,
 connections that were idle) would count for many times as much as it is: there is none of it in these runs.
 
-`--replicas` counts the instructions of a row with 1, 8 and 64 replicas, each of which is an address of nginx.
-The requests in flight are the same in all. Beside them stand the seconds of CPU of a row, of longer runs.
+`--replicas` measures the seconds of CPU of a row with 1, 8 and 64 replicas, each of which is an address of
+nginx, with `--instructions` also those. The requests in flight are the same in all.
 """
 
 import argparse
@@ -193,30 +193,34 @@ def count_instructions() -> None:
     save("client_instructions", line, figures, PACKAGES, "client")
 
 
-def count_replicas(rows: int) -> None:
-    """Count the instructions, and the seconds of CPU, of a row with 1, 8 and 64 replicas."""
-    few, many = COUNTED_ROWS
-    instructions_of: dict[str, list[int]] = {side: [] for side in REPLICAS if side.endswith("counted")}
-    for counted_rows in COUNTED_ROWS:
-        with job_on_nginx(counted_rows, IDS) as job_file:
-            for side, counts in instructions_of.items():
-                command = [sys.executable, "-m", "benchmarks.client", "--side", side, "--job", job_file]
-                counts.append(instructions.count(command))
-    a_row = {
-        side.removesuffix(" counted"): round((more - less) / (many - few))
-        for side, (less, more) in instructions_of.items()
-    }
+def count_replicas(rows: int, *, with_instructions: bool) -> None:
+    """Measure the seconds of CPU of a row with 1, 8 and 64 replicas, and count its instructions if asked."""
+    sides = [side for side in REPLICAS if not side.endswith("counted")]
     with job_on_nginx(rows, IDS) as job_file:
-        runs = {
-            side: in_fresh_process("benchmarks.client", "--side", side, "--job", job_file) for side in a_row
+        runs = in_turns(
+            {
+                side: partial(in_fresh_process, "benchmarks.client", "--side", side, "--job", job_file)
+                for side in sides
+            },
+            rounds=3,
+        )
+    cpu_us = {side: round(min(1e6 * turn[side]["cpu_s"] / rows for turn in runs), 1) for side in sides}
+    shown = [f"{side} {cpu_us[side]}" for side in sides]
+    line = f"client, µs of CPU a row (least of 3 runs): {', '.join(shown)}"
+    figures = {"window_of_all": WINDOW, "rows": rows, "cpu_us_a_row": cpu_us, "runs": runs}
+    if with_instructions:
+        few, many = COUNTED_ROWS
+        counts: dict[str, list[int]] = {side: [] for side in sides}
+        for counted_rows in COUNTED_ROWS:
+            with job_on_nginx(counted_rows, IDS) as job_file:
+                for side in sides:
+                    command = [sys.executable, "-m", "benchmarks.client"]
+                    command += ["--side", f"{side} counted", "--job", job_file]
+                    counts[side].append(instructions.count(command))
+        figures["instructions_a_row"] = {
+            side: round((more - less) / (many - few)) for side, (less, more) in counts.items()
         }
-    cpu_us = {side: round(1e6 * run["cpu_s"] / run["rows"], 1) for side, run in runs.items()}
-    shown = [f"{side} {count:,} and {cpu_us[side]} µs of CPU" for side, count in a_row.items()]
-    line = f"client, instructions a row by replicas: {', '.join(shown)}"
-    figures = {
-        "window_of_all": WINDOW, "rows_counted": COUNTED_ROWS, "instructions_a_row": a_row,
-        "cpu_us_a_row": cpu_us, "runs": runs,
-    }  # fmt: skip
+        line += f"; instructions: {figures['instructions_a_row']}"
     save("client_replicas", line, figures, PACKAGES, "client")
 
 
@@ -225,14 +229,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--instructions", action="store_true", help="count them instead")
-    parser.add_argument("--replicas", action="store_true", help="count them with 1, 8 and 64 replicas")
+    parser.add_argument("--replicas", action="store_true", help="measure 1, 8 and 64 replicas")
     parser.add_argument("--side", choices={**TIMED, **COUNTED, **REPLICAS}, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         print(json.dumps({**TIMED, **COUNTED, **REPLICAS}[args.side](args.job)))
     elif args.replicas:
-        count_replicas(args.rows)
+        count_replicas(args.rows, with_instructions=args.instructions)
     elif args.instructions:
         count_instructions()
     else:
