@@ -59,7 +59,8 @@ def open_engine(
             with _shared(backend, share):
                 yield OpenEngine(loop=loop, spec=spec, engine=backend, info=info, task=task)
         finally:
-            loop.cancel_all()  # Runs that have not ended still use the engine.
+            # Runs that have not ended still use the engine.
+            loop.cancel_all()
             loop.call(backend.close)
 
 
@@ -73,7 +74,8 @@ def _log_directory(path: str | Path | None) -> Iterator[Path]:
         yield Path(path).expanduser()
         return
     temporary = Path(tempfile.mkdtemp(prefix="batchrunner-"))
-    yield temporary  # An exception here skips the removal, because its message may name a log file.
+    # An exception here skips the removal, because its message may name a log file.
+    yield temporary
     shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -92,7 +94,8 @@ def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
         files.callback(key.unlink, missing_ok=True)
         files.callback(path.unlink, missing_ok=True)
         with writing(path):
-            key.unlink(missing_ok=True)  # `touch` does not change the mode of a file that exists.
+            # `touch` does not change the mode of a file that exists.
+            key.unlink(missing_ok=True)
             key.touch(0o600)
             key.write_text(engine.api_key or "")
             write_json(path, {"kind": "attach", "urls": [*engine.replicas], "api_key_file": str(key)})

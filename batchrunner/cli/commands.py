@@ -449,7 +449,8 @@ def check(
     from batchrunner.runner.check import check as check_job  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
-    log_to_stderr()  # The log shows what the job's Python functions print.
+    # The log shows what the job's Python functions print.
+    log_to_stderr()
     result = check_job(job, _all_overrides(overrides, limit))
     show(result.as_dict() if as_json else result.lines())
     raise typer.Exit(result.exit_code)

@@ -109,7 +109,8 @@ class CommandGroup(TyperGroup):
             hint = f"{command} --help describes the arguments"
             usage_error = JobError(error.format_message().rstrip("."), hint=hint)
             code = tell_failure(usage_error, as_json=as_json, cause=error)
-        except typer.Abort as abort:  # typer raises Abort in place of an EOFError, which no command expects
+        except typer.Abort as abort:
+            # typer raises Abort in place of an EOFError, which no command expects.
             raise (abort.__cause__ or abort) from None
         if exits:
             sys.exit(code)
@@ -181,7 +182,8 @@ def start(app: Typer) -> NoReturn:
         tell(f"batchrun: standard output: cannot be written: {lost}")
         code = code or EXIT_STOPPED
     if code in _SIGNAL_CODES or (code and _has_other_threads()):
-        os._exit(code)  # sys.exit would wait for threads, which may hang after an error.
+        # sys.exit would wait for threads, which may hang after an error.
+        os._exit(code)
     sys.exit(code)
 
 

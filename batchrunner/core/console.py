@@ -211,7 +211,7 @@ def unforeseen(failure: BaseException) -> BatchrunError:
     path = _write_traceback(failure)
     return BatchrunError(
         f"unforeseen error: {summary}: the traceback is in {path}",
-        hint="report the error with that file; finished rows are kept, so the same command resumes the run",
+        hint="report the error with that file; to resume, run the same command again: finished rows are kept",
     )
 
 

@@ -88,6 +88,7 @@ class HookPool:
         """
         result: asyncio.Future[HookResult] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(place, []).append((row, result))
+        # At most one sender per process takes waiting calls and sends them, until no call waits.
         senders = self._senders.setdefault(place, set())
         if len(senders) < self.most_processes:
             sender = asyncio.create_task(self._send_waiting(place))
@@ -105,7 +106,7 @@ class HookPool:
             processes = [*self._processes]
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            process.kill()  # This ends the wait of the pool's thread for an answer of the process.
+            process.kill()  # Its end also ends the wait of the pool's thread for an answer.
         self._threads.shutdown()
         for process in processes:
             process.close()
@@ -118,7 +119,7 @@ class HookPool:
             chunk, self._waiting[place] = waiting[:CHUNK_ROWS], waiting[CHUNK_ROWS:]
             try:
                 results = await asyncio.wrap_future(self._submit(place, [row for row, _ in chunk]))
-            except asyncio.CancelledError:
+            except asyncio.CancelledError:  # The pool was closed, so no call gets a result any more.
                 for _, result in [*chunk, *self._waiting.pop(place)]:
                     result.cancel()
                 return

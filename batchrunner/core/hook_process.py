@@ -49,8 +49,9 @@ class HookProcess:
         self.is_fit = True
         """Whether the process can take rows. A process that died, timed out or ran out of memory cannot."""
         our_end, its_end = socket.socketpair()
-        # Absolute paths, because `sys.path` has "" for the directory that is the current one now.
+        # The paths are made absolute, because `sys.path` may have "" for the current directory.
         paths = [*setup.directories, *map(os.path.abspath, sys.path)]
+        # `dont_write_bytecode` keeps .pyc files away from the user's modules.
         code = (
             f"import sys; sys.dont_write_bytecode = True; sys.path[:] = {paths!r}; "
             f"from batchrunner.core.hook_worker import main; main({its_end.fileno()}, {step_descriptor})"
@@ -58,6 +59,7 @@ class HookProcess:
         shared = [its_end.fileno()] if step_descriptor is None else [its_end.fileno(), step_descriptor]
         with its_end:
             self._process = subprocess.Popen(
+                # -u: what functions print appears at once. -P: Python adds no directory to `sys.path`.
                 [sys.executable, "-u", "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -81,7 +83,7 @@ class HookProcess:
             (reply,) = self._request(self._setup, limit_s=TIMING.hook_import)
         except ProcessEndedError as failure:
             raise HookLostError(f"{self._setup.names}: cannot be imported: the import {failure}") from None
-        if isinstance(reply, str):
+        if isinstance(reply, str):  # A reply that is a text says why a function cannot be loaded.
             self.is_fit = False
             raise HookLostError(reply)
         facts: Sequence[HookFacts] = reply

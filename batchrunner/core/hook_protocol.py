@@ -50,7 +50,7 @@ class Channel:
         """Send and receive frames on `connection`, which `close` closes."""
         self.socket = connection
         self._reader = connection.makefile("rb")
-        self._poll = select.poll()  # Unlike select.select(), it accepts descriptors above 1023.
+        self._poll = select.poll()  # select.select() would fail for descriptors above 1023.
         self._poll.register(connection, select.POLLIN)
 
     def send(self, *values: Any) -> None:
@@ -149,7 +149,7 @@ def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> st
     for frame_summary in frames:  # The last frame in the user's code shows the line to correct.
         if not frame_summary.filename.startswith(_OTHERS_CODE):
             file, line = frame_summary.filename, frame_summary.lineno
-    if isinstance(failure, SyntaxError):
+    if isinstance(failure, SyntaxError):  # Only the SyntaxError itself has the position of the wrong code.
         file, line = failure.filename or "", failure.lineno
     prefix = f"{place}: {Path(file).name}:{line}: " if file else f"{place}: "
     if isinstance(failure, CallTooLongError):

@@ -45,9 +45,9 @@ def main(descriptor: int, step_descriptor: int | None) -> None:
         try:
             facts, functions = setup.load()
         except HookLoadError as failure:
-            channel.send(str(failure))
+            channel.send(str(failure))  # In place of the facts, the run gets the reason of the failure.
             return
-        _limit_memory(setup.memory_bytes)
+        _limit_memory(setup.memory_bytes)  # Memory that the imports took does not count for the limit.
         channel.send(facts)
         if step_descriptor is None:
             _answer_calls(channel, setup.limit_s, facts, functions)
@@ -123,7 +123,7 @@ def _leave_stop_signals_to_the_run() -> None:
             signal.signal(number, signal.SIG_DFL)
 
     for number in STOP_SIGNALS:
-        # An empty handler, because programs that a function starts would inherit SIG_IGN.
+        # The handler is an empty function, because programs that a function starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=restore_in_child)
 
@@ -131,7 +131,7 @@ def _leave_stop_signals_to_the_run() -> None:
 def _limit_memory(extra_bytes: int) -> None:
     """Limit the data memory of this process to its present size plus `extra_bytes`.
 
-    An allocation beyond the limit raises MemoryError.
+    An allocation beyond the limit raises MemoryError. If the limit cannot be set, there is none.
     """
     with contextlib.suppress(OSError, OverflowError, ValueError):
         sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -81,6 +81,8 @@ class LoopWork(Generic[T]):
         await asyncio.gather(asyncio.wrap_future(self.result), return_exceptions=True)
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Start the coroutine. This method runs in the thread of the loop."""
+
         # `work` is called within the task, so that its exceptions also reach `result`.
         async def run() -> T:
             return await work()
@@ -94,6 +96,7 @@ class LoopWork(Generic[T]):
             self._task.cancel()
 
     def _end(self, task: asyncio.Task[T]) -> None:
+        """Complete `result` with the result or the error of the task that has ended."""
         if task.cancelled():
             self.result.set_exception(BatchrunError(_CLOSED))
         elif (failure := task.exception()) is not None:

@@ -44,6 +44,7 @@ class SignalWatch:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._previous_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        # The empty handler replaces the default action of the signal, which may be to end the process.
         for number in self._caught:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, ignore_signal)
@@ -57,11 +58,12 @@ class SignalWatch:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_pipe, warn_on_full_buffer=False)
-        os.close(self._write_end)  # The thread then reads the end of the pipe, and ends.
+        os.close(self._write_end)  # The end of the pipe makes `_read` return, which ends the thread.
         self._thread.join()
         os.close(self._read_end)
 
     def _read(self) -> None:
+        """Pass on each signal until `__exit__` closes the write end of the pipe."""
         while numbers := os.read(self._read_end, 64):
             # The write fails if no other pipe was set. It also fails if the other pipe is full. Its reader
             # then has signals to handle anyway.

@@ -129,11 +129,11 @@ def run_rollouts(
     except BaseException:  # noqa: BLE001 - for example, the function has stopped the loop
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # Unlike sys.exit, this does not wait for threads that the function has started.
+    os._exit(0)  # Unlike sys.exit, os._exit does not wait for threads that the function has started.
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that records in step memory which rollout runs, and since when."""
+    """Event loop that records, in memory shared with the run, which rollout is in a step and since when."""
 
     def __init__(self, steps: memoryview[float]) -> None:
         self._steps = steps
@@ -152,7 +152,7 @@ class _Loop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            pass  # The task of the rollout has stored it. Raised here, it would end all rollouts.
+            pass  # The task of the rollout has stored the exception, which would end all rollouts here.
         finally:
             self._steps[_ROLLOUT] = 0
 
@@ -212,7 +212,7 @@ class _Rollout:
             result: RolloutAnswer | str = await answer
         finally:
             del self.unanswered[number]
-        if isinstance(result, str):
+        if isinstance(result, str):  # A result that is a text says why there is no accepted answer.
             raise GenerateError(result)
         return result
 
@@ -248,6 +248,7 @@ async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], desc
             context.run(_CURRENT.set, number)  # `_Loop` finds the rollout of a step in the task's context.
             task = asyncio.create_task(rollout.run(rollout_function, value), context=context)
             running[number] = rollout, task
+            # The callback passes the task as the default value of `pop`.
             task.add_done_callback(partial(running.pop, number))
         elif number in running:  # A frame for a rollout that has just ended is ignored.
             rollout, task = running[number]

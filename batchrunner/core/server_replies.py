@@ -73,6 +73,7 @@ def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
 
 def _repaired(content: bytes) -> bytes:
     """Return the JSON in the form that `strict_json` describes, or unchanged if it cannot be repaired."""
+    # Unlike orjson, `json` reads NaN, numbers of any size, and half surrogate pairs.
     try:
         value = json.loads(
             content.decode("utf-8", "surrogatepass"),

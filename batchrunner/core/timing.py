@@ -18,8 +18,8 @@ class Timing:
     silent_scheduler: float = 5.0
     """Maximum age of a scheduler's load sample. With an older one, the concurrency limit does not change."""
     model_check: float = 1.0
-    """Pause between two checks of the model of an attached server, which a proxy may exchange unnoticed, and
-    between two checks of the workers of a gateway."""
+    """Pause between two checks of which model an attached server serves, because a proxy may switch to
+    another server without notice. Also the pause between two checks of a gateway's workers."""
     progress: float = 1.0
     """Minimum pause between two calls of a program's `on_progress`."""
     more_rows: float = 0.02

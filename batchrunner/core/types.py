@@ -40,8 +40,8 @@ CHECK = "accept.python"
 ROLLOUT = "prompt.rollout"
 """Job field of the Python function that runs a multi-turn rollout for a row."""
 MEDIA = "prompt"
-"""Name that stands for a job field: that of this package's function that prepares the images and other files
-of a row. It runs in a worker process, as a job's Python functions do."""
+"""Name, used like that of a job field, of this package's own function that prepares the images and other
+files of a row. The function runs in a worker process, as a job's Python functions do."""
 ColumnKind: TypeAlias = str | tuple[str, Any]
 """Type of a column: the name of a plain type, ("list", kind), or ("struct", ((name, kind), …))."""
 NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
@@ -273,7 +273,7 @@ def rows_to_text(rows: BitMap64) -> str:
 
     The text takes a few bytes for each range of consecutive rows, and 2.5 bytes for each single row.
     """
-    rows = rows.copy()  # `run_optimize` changes the set itself.
+    rows = rows.copy()  # `run_optimize` works in place, and must not change the caller's set.
     rows.run_optimize()
     return base64.b85encode(rows.serialize()).decode()
 

@@ -271,7 +271,7 @@ def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
     for record, tally in refusals.by_route.items():
         refused = record.refused - tally.refused
         answered = record.answered - tally.answered
-        # One answer more keeps the rate below 1 for a route that has not answered anything.
+        # Adding one answer keeps the rate below 1, even if the route has not answered anything.
         refusal_rate = refused / (answered + refused + 1)
         chance *= refusal_rate**tally.refusals
     return refusals.count >= max_attempts and chance < BY_CHANCE

@@ -455,7 +455,8 @@ class BundleSenders:
 
 def why_alone(request: Request) -> str | None:
     """Return the reason why a row needs a request of its own; None if it can share one."""
-    if request.task is not None:  # A task without decoding: its bundle has a single reply.
+    # The bundle of a task without decoding has a single reply, so none of the following reasons applies.
+    if request.task is not None:
         return None
     if request.kind != "input_ids":
         return "the engine tokenizes their prompts"
@@ -464,6 +465,6 @@ def why_alone(request: Request) -> str | None:
         return "sampling.n is more than 1"
     if THINKING in sampling:  # One field of a request switches thinking on for all of its rows.
         return f"sampling.{THINKING}"
-    # While streaming, SGLang holds back text that may begin a stop string, but not text that may begin a
-    # match of stop_regex.
+    # A bundle is streamed. While streaming, SGLang holds back text that may begin a stop string, but not text
+    # that may begin a match of stop_regex. So a streamed answer could contain part of the match.
     return "sampling.stop_regex" if sampling.get("stop_regex") else None

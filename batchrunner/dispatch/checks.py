@@ -45,7 +45,7 @@ PADDED = (
     "the answer was padded with blanks: JSON allows any number of blanks between values; "
     f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
 )
-"""Complaint about an answer of JSON that consists of blanks from some place on."""
+"""Complaint about an answer of JSON that is nothing but blanks from some point on."""
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
 """Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
@@ -105,6 +105,8 @@ class AnswerChecker:
         If the verdict has a next request, that request is ready to be sent.
         """
         history = row.answers = row.answers or AnswerHistory(row.request)
+
+        # The job's conditions come first, and then its Python function.
         if self._thread is None:
             answer, complaint = self._conditions.check(row.request, completion)
         else:
@@ -115,6 +117,7 @@ class AnswerChecker:
         history.last = answer
         if complaint is None and self._functions is not None:
             complaint = await _python_complaint(self._functions, row.request, answer)
+
         if complaint is None:
             return Verdict(_with_history(history, is_good=True))
         history.rejected.append(Rejected(complaint, answer.output_tokens))
@@ -177,7 +180,10 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
-    """Return the complaint of `accept.python` about an answer, or the function's error; else None."""
+    """Return the complaint of `accept.python` about an answer, or the function's error; else None.
+
+    The function returns True for a good answer, and False or a complaint for any other answer.
+    """
     facts = functions.facts[CHECK]
     row = (carried_of(request.ref),) if facts.takes_row else ()
     for number, text in enumerate(completion.texts):
@@ -197,15 +203,22 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        """Whether a truncated answer may fail."""
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
+        """Whether an answer fails if its thinking was truncated."""
         self._fails_repetition = plan.on_repetition == "fail"
+        """Whether an answer that repeats itself without end fails."""
         self._only_with_schema = job.on_length is None
-        """Whether only an answer with a schema fails when it is truncated: the job sets no `on_length`."""
+        """Whether a truncated answer fails only if its request has a schema, because the job sets no
+        `on_length`."""
         self._wants_json = plan.checks_json
+        """Whether answers must be JSON."""
         self._adds_parsed = PARSED in plan.columns
+        """Whether the results have the column `parsed`."""
         self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
+        """Whether answers are parsed as JSON, for a check or for the column `parsed`."""
         self._by_row = plan.schema_by_row
         """Whether each row may bring its own schema."""
         self._always_json = accept.json_ is True
@@ -227,6 +240,7 @@ class AnswerConditions:
         """
         first_complaint: str | None = None
         parsed_values: list[Any] = []
+        # All completions are parsed for the column `parsed`, but none is checked after the first complaint.
         for number, text in enumerate(completion.texts):
             value, column_value, json_error = None, None, None
             if self._parses:
@@ -352,13 +366,13 @@ def _may_follow(pattern: str, request: Request, completion: Completion, number: 
         return True
     text = completion.texts[number]
     is_whole = completion.finish_reasons[number] == "stop" and _STOPS.isdisjoint(request.sampling)
-    attempts = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
+    variants = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
     try:
         return any(
             regex.fullmatch(
                 pattern, answer, flags, partial=not is_whole, timeout=LONGEST_SEARCH_S, concurrent=True
             )
-            for answer, flags in attempts
+            for answer, flags in variants
         )
     except (regex.error, TimeoutError):
         return True
@@ -376,7 +390,8 @@ def _validator(schema: dict[str, Any], field: str) -> Any:
     except ValueError as failure:
         error: Any = failure
         while branches := getattr(getattr(error, "kind", None), "context", None):
-            # No alternative fits: report the one whose error lies deepest, which was probably meant.
+            # None of the schema's alternatives fits. Report the one whose error lies deepest, because it was
+            # probably meant.
             error = max(chain(*branches), key=lambda branch_error: len(branch_error.instance_path))
         problem = f"not a JSON Schema that answers can be checked against: {_with_path(error)}"
         raise JobError(f"{field}: {problem}") from None

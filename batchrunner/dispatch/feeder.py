@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import Completion, Outcome
 from batchrunner.dispatch.queue import AnswerHistory, Backlog, PendingRow, ResultSink, RowSource
 from batchrunner.dispatch.reorder import PrimeTask, Reorderer
 from batchrunner.dispatch.tokenize import RowTokenizer
@@ -71,6 +72,8 @@ class Feeder:
                 await self.backlog.end(row, request)
                 continue
             if self.keeps_prompts:
+                # Later requests may add to the chat, so they need the request before its tokenization, with
+                # the media that are prepared already.
                 unencoded = row.request._replace(media=request.media)
                 row.answers = AnswerHistory(request, unencoded=unencoded)
             row.request = request
@@ -88,12 +91,10 @@ class Feeder:
             batch = list(round_tasks)
             requests = [task.row.request._replace(sampling=ONE_TOKEN, asks=None) for task in batch]
             tokenized = await self.tokenizer.tokenize(requests)
-            answers = [
-                self.engine.generate(request, url)
-                for task, request in zip(batch, tokenized, strict=True)
-                if not isinstance(request, Outcome)
-                for url in self._caches_for(task)
-            ]
+            answers: list[Coroutine[Any, Any, Completion]] = []
+            for task, request in zip(batch, tokenized, strict=True):
+                if not isinstance(request, Outcome):
+                    answers += [self.engine.generate(request, url) for url in self._caches_for(task)]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_PRIMING_S):
                     await asyncio.gather(*answers, return_exceptions=True)
@@ -105,7 +106,8 @@ class Feeder:
         """Yield the URL of a server for each prefix cache that needs the prefix."""
         group = task.row.group
         if task.on_every_replica or group is None:
-            # A server with several caches gets a request for each of them, and spreads these itself.
+            # A server with several caches gets a request for each of them, and distributes the requests
+            # itself.
             for copy in range(max(self.reorderer.caches, len(self.urls))):
                 yield self.urls[copy % len(self.urls)]
             return

@@ -55,7 +55,7 @@ class Rates:
     """Rates of several counts over the last 30 s."""
 
     def __init__(self, now: float, counts: int) -> None:
-        """Start at time `now` with this number of `counts`, which are all 0."""
+        """Start at time `now`; `counts` is the number of counts, which all begin at 0."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
     def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
@@ -165,7 +165,10 @@ class LoadSummary:
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Add a load sample, weighted by the seconds since the last sample."""
+        """Add a load sample, weighted by the seconds since the last sample.
+
+        A background run has no steady time. Its time is divided between the users and the run.
+        """
         span_s = 0.0 if self._last is None else now - self._last
         self._last = now
         schedulers = self._concurrency.schedulers
@@ -294,7 +297,7 @@ class AttemptProgress:
         total, done = self.rows.total, len(self.done) + counts.done
         stopping, in_flight = self.backlog.is_stopping, self.routes.in_flight
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
-        earlier = self.done.counts_of_failed, self.done.counts_of_answered
+        all_counts = self.done.counts_of_failed, self.done.counts_of_answered, counts
         background = self.load.background
         bands = {}
         if not background:
@@ -303,8 +306,8 @@ class AttemptProgress:
         return RunSample(
             rows_total=total,
             rows_done=done,
-            rows_failed=sum(part.failed for part in earlier) + counts.failed,
-            rows_reused=sum(part.reused for part in earlier) + counts.reused,
+            rows_failed=sum(part.failed for part in all_counts),
+            rows_reused=sum(part.reused for part in all_counts),
             rows_per_s=round(rows_s, 2),
             time_left_s=left_s if total and not stopping else None,
             stopping=stopping,
@@ -314,6 +317,7 @@ class AttemptProgress:
             output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
+            tokens=sum(part.prompt_tokens + part.output_tokens for part in all_counts),
             window=self.routes.window,
             in_flight=in_flight,
             resting=self.backlog.waiting,

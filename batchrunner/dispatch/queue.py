@@ -156,7 +156,7 @@ class PoisonRows:
         self._waiting[row.deaths].append(row)
 
     def next(self, route: Route) -> deque[PendingRow] | None:
-        """Return suspects of which the first may be sent to a route now; None if no suspect may be sent."""
+        """Return a queue of suspects whose first row may be sent to a route now; None if there is none."""
         if not self._waiting:  # The common case comes first, because this method is called for each row.
             return None
         # The worst suspects come first. A suspect that would be given up at the next death is sent alone.
@@ -295,10 +295,10 @@ class DispatchQueue:
         return group.home
 
     def _route_to_relieve(self, in_flight: int) -> Route | None:
-        """Return the route whose rows another route may take, or None.
+        """Return the route with the most kept rows if another route may take some of them, else None.
 
         A kept row waits for the route that has its prefix in the cache. The other route asks for a row, and
-        has `in_flight` requests.
+        has `in_flight` requests in flight.
         """
         busiest = max(self._routes, key=lambda route: len(route.kept))
         kept_rows = len(busiest.kept)
@@ -355,6 +355,8 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
             remaining.appendleft(row)
     busiest.kept = remaining
     busiest.promised -= len(moved)
+
+    # Sort the moved rows by their number within the group, so that the groups alternate.
     turns = Counter[PrefixGroup | None]()
 
     def turn_of(row: PendingRow) -> int:
@@ -447,7 +449,11 @@ class Backlog:
         return self._queue.has_for(route) or self._poison.next(route) is not None
 
     def take(self, route: Route) -> PendingRow | None:
-        """Take the next row for a route; suspects of engine deaths come first."""
+        """Take the next row for a route; suspects of engine deaths come first.
+
+        Return None if no row may be sent now: the run stops, the media files in flight take too much memory,
+        or no row is ready for the route.
+        """
         if self.is_stopping or self._media_bytes >= MOST_MEDIA_BYTES:
             return None
         while True:

@@ -192,6 +192,7 @@ class ReuseDistance:
     def __init__(self, info: EngineInfo, schedulers: int) -> None:
         """`schedulers` is the number of schedulers, which share the rows and the engine's KV pool."""
         pass_tokens = info.prefill_tokens or PASS_TOKENS
+        # Tokens in the KV pool of one scheduler. An unknown pool is taken to hold a distance of one pass.
         pool = info.max_total_tokens / schedulers if info.max_total_tokens else pass_tokens / POOL_SHARE
         self._schedulers = schedulers
         self._pass_tokens = pass_tokens
@@ -202,18 +203,24 @@ class ReuseDistance:
         self._most = max(MOST_POOL_SHARE * pool, self._least)
         """Maximum of the distance, in prefill tokens of one scheduler."""
         self._first = pass_tokens * PASSES
-        """Prefill tokens of one scheduler in a bit more than one pass."""
+        """Initial distance if the pool does not limit it: PASSES prefill passes, in tokens of one scheduler.
+        """
         self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
         """The present distance, in prefill tokens of one scheduler."""
         self._bytes, self._bytes_tokens = 0, 0
+        """Bytes and tokens of the prompts that were answered."""
         self._followers, self._missed, self._evicted = 0, 0, 0
+        """Followers since the last check: all, those without a cache hit, those whose prefix was evicted."""
         self._last_miss_share, self._mean_miss_share = 0.0, 0.0
+        """Share of followers without a cache hit: in the last check, and as a running mean."""
         self._clock = 0.0
         """Number of prefill tokens that were sent so far."""
         self._changed_at = 0.0
         """Value of the clock at the last correction."""
         self._factor = WIDER
+        """Factor of the last correction."""
         self._expected_tokens, self._found_tokens = 0.0, 0.0
+        """Tokens of shared prefixes, and how many of these were in the prefix cache."""
 
     @property
     def tokens(self) -> int:
@@ -275,7 +282,7 @@ class ReuseDistance:
             # was sent before the last correction.
             return None
         self._followers += 1
-        if cached < expected / 2:  # Tokens in the cache by chance, such as a common beginning, are no hit.
+        if cached < expected / 2:  # A few cached tokens, for example of a common beginning, are not a hit.
             self._missed += 1
             # A prefix that was ready before the row was sent, and then was missing, has been evicted.
             self._evicted += leader.prefix_ready_at < row.sent_at
@@ -311,8 +318,8 @@ class ReuseDistance:
             return None
         if 2 * evicted > missed or self._tokens >= self._first:
             self._factor = NEARER
-        # The last correction made the misses more frequent, so its direction is reversed.
         elif miss_share > last_miss_share > MISS_SHARE:
+            # The last correction made the misses more frequent, so its direction is reversed.
             self._factor = NEARER if self._factor == WIDER else WIDER
         old = self.tokens
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
@@ -376,7 +383,7 @@ class FollowerRelease:
         """
         if not leader.followers:
             return
-        # The order within `_held`: it matters if followers must go before they are due.
+        # This order counts only if followers must go before they are due.
         leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
         for turn, row in enumerate(leader.followers):
             # The rank among due followers. With the turn as the rank, followers of different leaders
@@ -405,7 +412,8 @@ class FollowerRelease:
             self._leaders_bytes -= row.prompt_bytes
         elif self._due:
             row = heapq.heappop(self._due)[-1]
-        elif self._held and (last or must_release or self._holds_most()):  # A follower goes early.
+        elif self._held and (last or must_release or self._holds_most()):
+            # The follower is released before its leader is far enough ahead.
             row = self._release_held()[-1]
         else:
             return None
@@ -656,7 +664,7 @@ class Reorderer:
         while len(rows) < PIECE_ROWS and size < PIECE_BYTES and (row := self._release.take(last=last)):
             rows.append(row)
             size += IDS_BYTES * row.prompt_bytes + sum(file.expected_size for file in row.request.media)
-            if not self._began:  # Only at the start are the prefix caches empty.
+            if not self._began:  # Priming helps only at the start, while the prefix caches are empty.
                 self._prime_leader_of(row, primes)
         self._began = self._began or bool(rows)
         # Only rows in `_sent` are compared with later rows, so all other rows can drop their prompts.
@@ -727,9 +735,8 @@ class Reorderer:
         leader, distance = row.leader, self._distance
         if not leader or not distance or not distance.is_first_pass(row):
             return
-        if (
-            leader.request.kind == "body"
-        ):  # A request body is sent unchanged, so its output cannot be limited.
+        # A request body is sent unchanged, so its output cannot be limited to one token.
+        if leader.request.kind == "body":
             return
         task = primes.get(leader)
         if task is None:

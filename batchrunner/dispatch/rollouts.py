@@ -74,18 +74,18 @@ BLOCKED_SHARE = 1 / 4
 """Minimum fraction of the checks that find a long step (see LONG_STEP_S) in a process that counts as
 blocked."""
 LEAST_AHEAD = 8
-"""Minimum threshold, in requests. If the requests that are queued or expected soon reach the threshold, no
-more rows are opened. The other threshold is AHEAD_SHARE of the slots; the larger one counts."""
+"""Minimum of a threshold, in requests. Rows are opened only while fewer requests than the threshold are
+queued or expected soon. The threshold is AHEAD_SHARE of the slots, but not less than this number."""
 AHEAD_SHARE = 1 / 8
-"""Share of the slots. If the requests that are queued or expected soon reach this share, no more rows are
-opened. The threshold is at least LEAST_AHEAD requests."""
+"""A threshold, as a share of the slots. Rows are opened only while fewer requests than the threshold are
+queued or expected soon. The threshold is at least LEAST_AHEAD requests."""
 MOST_OPEN = 8192
 """Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
 """Minimum number of open rows in each process at which another process is started."""
 OWN_PROCESS_SUSPICION = 2
-"""Suspicion from which on a row gets a process of its own. A row whose code ran when its process ended gets 2
-at once; if no row's code ran, each row of the process gets 1."""
+"""Suspicion at which a row gets a process of its own. A row whose code ran when its process ended gets 2 at
+once; if no row's code ran, each row of the process gets 1."""
 
 
 Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
@@ -108,6 +108,11 @@ class Rollout:
     """Prefix group of its requests, which all go to one replica; None before the first request."""
     result: asyncio.Future[Result] = field(init=False)
     """Future of the function's result, created when the function starts."""
+
+    @property
+    def has_all_answers(self) -> bool:
+        """Whether no request of the rollout is pending."""
+        return all(answer.done() for answer in self.answers.values())
 
 
 class RolloutProcess(HookProcess):
@@ -228,15 +233,11 @@ class Rollouts:
     def state(self) -> dict[str, int]:
         """Return the numbers of open rows, of rows that wait for tools or a blocked process, and of turns."""
         # A rollout without a pending request waits for a tool, or for a rollout that blocks its process.
-        idle = {
-            rollout for rollout in self._open if all(answer.done() for answer in rollout.answers.values())
-        }
-        in_blocked = {
-            rollout
-            for process in self._processes
-            if process.is_blocked
-            for rollout in process.rollouts.values()
-        }
+        idle = {rollout for rollout in self._open if rollout.has_all_answers}
+        in_blocked = set[Rollout]()
+        for process in self._processes:
+            if process.is_blocked:
+                in_blocked.update(process.rollouts.values())
         return {
             "open": len(self._open),
             "waiting_for_tools": len(idle - in_blocked),
@@ -335,8 +336,9 @@ class Rollouts:
                         return [], f"{self._label}: {failure}"
                     if is_guilty:
                         suspicion += OWN_PROCESS_SUSPICION
-                    # No row's code was running when the process ended, so any of its rows may have ended it.
                     elif not running_number:
+                        # No row's code was running when the process ended, so any of its rows may have ended
+                        # it.
                         suspicion += 1
                     continue
                 finally:
@@ -547,7 +549,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
             ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },
     )
-    # Only the further attempts of each answer count as retries, because a rollout sends several requests.
+    # The first attempt of each answer is not a retry of the row, so only the further attempts count.
     attempts = 1 + sum(max(0, outcome.attempts - 1) for outcome in outcomes)
     return Outcome(
         ref=rollout.request.ref, completion=completion, error=error, latency_s=latency_s, attempts=attempts

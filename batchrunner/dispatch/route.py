@@ -55,9 +55,9 @@ class RouteRecord:
     """
 
     answered: int = 0
-    """Number of answers that count."""
+    """Number of answers that count (see `RouteRecord`)."""
     refused: int = 0
-    """Number of temporary refusals that count as evidence, see `Refusals`."""
+    """Number of temporary refusals that count (see `RouteRecord`)."""
     newest: float = 0.0
     """Time at which the newest answered request was sent, in seconds of the monotonic clock."""
     last: Request | None = None

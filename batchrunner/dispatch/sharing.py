@@ -22,8 +22,8 @@ OUTPUT_COST = 2.0
 engines/simulation/replica.py), a prompt token takes 29 µs. An output token takes 39 µs when 256 requests run,
 and 110 µs when 64 run."""
 CONTEXT_COST = 1 / 600
-"""Cost of reading one context token while one output token is generated, in prompt tokens. The read takes 49
-ns in the estimate that DECODE_COST is from."""
+"""Cost of reading one context token while one output token is generated, in prompt tokens. By the estimate
+that OUTPUT_COST is from, the read takes 49 ns."""
 ROW_COST = 2
 """Cost of a row besides its tokens, in prompt tokens. It is small, because SGLang's HTTP process works beside
 the engine, but not 0, so that an account with refused rows does not get all slots."""
@@ -127,7 +127,7 @@ class Claim(NamedTuple):
     ready: int
     """Number of further slots that the run could use now."""
     unsent: int
-    """Number of rows that the run has still to send."""
+    """Number of rows that the run still has to send."""
 
     @property
     def wanted(self) -> int:

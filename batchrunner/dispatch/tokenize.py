@@ -137,6 +137,7 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, requests: Sequence[R
 
     Raises CannotTokenizeError if tokens differ, or if no prompt could be compared.
     """
+    # Compare some short prompts of the job, and a test text that tokenizers are likely to split differently.
     short = [request for request in requests if len(repr(request.prompt)) < CHARACTERS_COMPARED]
     rows = short[:ROWS_COMPARED]
     probe: Any = PROBE
@@ -148,6 +149,7 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, requests: Sequence[R
     compared = 0
     for request, ours, name in zip(samples, client_tokens, names, strict=True):
         theirs = await engine_tokens(engine, request)
+        # If both refuse a text, such as one that is too long, it is not compared.
         refusals = [str(tokens) for tokens in (ours, theirs) if isinstance(tokens, RowRefusedError)]
         if len(refusals) == 1:
             raise CannotTokenizeError(f"only one of engine and client can tokenize {name}: {refusals[0]}")
@@ -233,11 +235,10 @@ class RowTokenizer:
         """
         if self._functions is None:
             return await self._tokenize(requests)
-        unread = [
-            index
-            for index, request in enumerate(requests)
-            if any(file.ready is None for file in request.media)
-        ]
+        unread: list[int] = []
+        for index, request in enumerate(requests):
+            if any(file.ready is None for file in request.media):
+                unread.append(index)
         items = await _replaced(requests, unread, self._with_files)
         readable = [index for index, item in enumerate(items) if isinstance(item, Request)]
         return await _replaced(items, readable, self._tokenize)

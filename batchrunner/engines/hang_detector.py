@@ -1,4 +1,4 @@
-"""Hang detection: a server hangs if it makes no progress for longer than its rows can explain. Pure.
+"""Hang detection: a server hangs if it makes no progress for longer than its rows can explain.
 
 Progress is a forward pass or an answer. A reply to a poll is not progress, because SGLang's HTTP process
 keeps reporting the last load of a scheduler that stands still. A silence (a time without progress) is a hang
@@ -9,6 +9,8 @@ are first needed.
 SGLang has its own watchdog (`--watchdog-timeout`, 300 s), which ends a server whose forward pass takes
 longer. The run leaves the watchdog on. The watchdog cannot see a suspended process, a scheduler that waits
 for ever between two passes, or a hanging tokenizer or detokenizer.
+
+The module does no I/O and reads no clock: the caller passes all times.
 """
 
 from collections.abc import Iterable, Sequence
@@ -71,7 +73,9 @@ class SilenceTimer:
         if self._silent_s <= max(least_s, TIMES_LONGEST * self._longest_s):
             return None
         history = (
-            f"at most {self._longest_s:.3g} s before" if self._worked_s else "no progress since its start"
+            f"never before for more than {self._longest_s:.3g} s"
+            if self._worked_s
+            else "no progress since its start"
         )
         return Hang(self._silent_s, f"did nothing for {self._silent_s:.3g} s with rows in flight ({history})")
 
@@ -101,7 +105,8 @@ class HangDetector:
         if not self._progress:
             return None
         hang = self._timer("").poll(now, (answers, *self._progress.values()), busy=in_flight > 0)
-        if len(loads) > 1:  # one of several schedulers may hang while the others make progress
+        # One of several schedulers may hang while the others make progress.
+        if len(loads) > 1:
             for load in loads:
                 busy = in_flight > 0 and load.has_work
                 hang = self._timer(load.scheduler).poll(now, progress[load.scheduler], busy=busy) or hang

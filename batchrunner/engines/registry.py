@@ -54,7 +54,7 @@ async def make_engine(
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
             if task == GENERATE:
-                # in a thread, because it starts the interpreter to ask for SGLang's version
+                # The call takes a thread, because it starts an interpreter to ask for SGLang's version.
                 spec = await asyncio.to_thread(bound_blanks, spec)
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():
@@ -69,6 +69,7 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
     """Return the engine of servers that already run, to which rows go directly or through a gateway."""
     api_key = _read_key(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    # The URL of a single server may turn out to be a gateway's.
     if isinstance(spec, AttachEngine) and len(spec.urls) == 1 and await is_gateway(spec.urls[0], headers):
         log.info("%s is a Model Gateway: it is used as `engine: {kind: gateway}`", spec.urls[0])
         fields = spec.model_dump(exclude={"kind", "urls"})
@@ -78,7 +79,8 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
         return _direct_servers(spec.urls, gateway=None, background=spec.background, options=options)
 
     why = await _reason_for_gateway(spec, headers)
-    if why is None:  # All workers can be reached, or the job says so: rows go to them directly.
+    if why is None:
+        # All workers can be reached from here, or the job says so. So rows go to them directly.
         return _direct_servers((), gateway=spec.url, background=spec.background, options=options)
     if spec.background:
         raise EngineStartError(
@@ -178,7 +180,7 @@ def bound_blanks(spec: ServerEngine) -> ServerEngine:
     Without a limit, a model may write blanks up to `max_new_tokens`. A limit that the job sets takes
     precedence.
     """
-    # versions before 0.5.23 may lack the flag
+    # Versions of SGLang before 0.5.23 may lack the flag.
     if not is_at_least(version_of(spec.python, spec.env), 0, 5, 23):
         return spec
     return spec.model_copy(update={"args": {MAX_BLANKS_FLAG: MOST_BLANKS, **spec.args}})

@@ -1,4 +1,4 @@
-"""Finds answers that repeat themselves without end, by their text so far, in linear time. Pure.
+"""Finds answers that repeat themselves without end, by their text so far, in linear time.
 
 A model that falls into a loop writes the same characters again and again until `max_new_tokens`. A text
 repeats itself if its end is periodic: each character equals the character one period before it. Tables, logs
@@ -55,7 +55,8 @@ def find_repetition(text: str) -> Repetition | None:
     if len(window) < length or window[-length + period :] != window[-length:-period]:
         return None
     start = len(text) - length
-    while start and text[start - 1] == text[start - 1 + period]:  # the repetition may begin further left
+    # The repetition may begin further to the left.
+    while start and text[start - 1] == text[start - 1 + period]:
         start -= 1
     return Repetition(start, period)
 

@@ -102,12 +102,14 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     if request.task is not None:
         if request.kind == "messages":
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
+        # A task without decoding has no outputs: its results are columns.
         columns = made_up_columns(request.task, request, hashes[0], dimensions)
         return _completion([], prompt_tokens, columns)
     most_tokens = min(request.sampling["max_new_tokens"], limit_tokens - prompt_tokens)
     outputs = [_output(request, number, most_tokens) for number in hashes]
     if request.asks is None:
         return _completion(outputs, prompt_tokens, NO_COLUMNS)
+    # Requested columns for which there is nothing synthetic, such as `logprobs`, stay null.
     asked_columns: dict[str, list[Any]] = {name: [None] * len(outputs) for name in request.asks.names}
     if TOOL_CALLS in asked_columns:
         asked_columns[TOOL_CALLS] = [output.calls for output in outputs]
@@ -121,7 +123,7 @@ class _Output(NamedTuple):
 
     text: str
     tokens: int
-    """Number of output tokens, those of the thinking included."""
+    """Number of output tokens, including the tokens of the thinking."""
     reason: str
     """Finish reason."""
     calls: list[dict[str, Any]] | None = None
@@ -165,7 +167,8 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
         output = _Output("", 0, CUT)
     return output._replace(
         tokens=thinking_tokens + output.tokens,
-        thinking=_text(~number, thinking_tokens),  # `~number` selects other words than those of the answer
+        # The inverted bits select other words than those of the answer.
+        thinking=_text(~number, thinking_tokens),
         is_thinking_cut=thinking_tokens == budget,
     )
 
@@ -197,7 +200,8 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
         values, tokens = _values_of(body, fields)
         columns = {RESPONSE: [orjson.dumps(values).decode()]}
         completion = _completion([_Output("", 0, STOPPED)], tokens, columns)
-        return completion._replace(cached_tokens=None)  # SGLang reports none without decoding
+        # SGLang reports no cached tokens for tasks without decoding.
+        return completion._replace(cached_tokens=None)
     completions = [answer(request, limit_tokens) for request in _requests_in(body, fields, ref)]
     is_chat = body.path == CHAT_PATH
     choices: list[dict[str, Any]] = []
@@ -377,7 +381,8 @@ def _embeddings_response(
     as_text = fields.get("encoding_format") == "base64"
     response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
     completion = _completion([_Output("", 0, STOPPED)], tokens, {RESPONSE: [response.decode()]})
-    return completion._replace(cached_tokens=None)  # SGLang reports none without decoding
+    # SGLang reports no cached tokens for tasks without decoding.
+    return completion._replace(cached_tokens=None)
 
 
 def count_tokens(request: Request) -> int:
@@ -437,6 +442,7 @@ class Simulator(Engine):
             max_total_tokens=spec.max_total_tokens,
             context_tokens=spec.context_length,
         )
+        # A decode pass takes half of `step_s` for an empty batch, and all of it for a full batch.
         half_step_s = spec.step_s / 2
         cost = CostModel(
             base_s=half_step_s,

@@ -64,13 +64,14 @@ log = logging.getLogger(__name__)
 SHARE = 0.02
 """Maximum size of the sample, as a fraction of all rows, unless FEWEST rows are more."""
 FEWEST = 30
-"""Size of the sample in rows, if it is larger than SHARE allows."""
+"""Minimum size of the sample in rows, even if it exceeds the fraction SHARE of all rows."""
 BLOCKS = 100
 """Number of evenly spread blocks that are read of an input with more than BLOCKS * BLOCK_ROWS rows."""
 BLOCK_ROWS = 500
 """Minimum number of rows in a block."""
 READ_SHARE = 0.01
-"""Minimum fraction of the rows in all blocks together. Blocks of a large input are larger than BLOCK_ROWS."""
+"""Minimum fraction of the rows of a large input that all blocks together contain. The blocks of such an input
+are larger than BLOCK_ROWS."""
 CLIENT_S = 0.00025
 """CPU seconds that the client needs to send a row and store its answer, besides reading and tokenizing."""
 DEFAULT_NEW_TOKENS = 128
@@ -135,7 +136,7 @@ class Survey(NamedTuple):
     row_s: float
     """Mean number of seconds for reading, rendering and tokenizing a row."""
 
-    def sent_of(self, pending: BitMap64, answered: float = 1.0) -> int:
+    def answered_of(self, pending: BitMap64, answered: float = 1.0) -> int:
         """Return how many of the pending rows get an answer from the engine.
 
         `answered` is the fraction of the sent rows that get an answer.
@@ -209,7 +210,7 @@ class SampledEngine(ObservedEngine):
     def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:
         """Record an answer; `began` is the monotonic time at which the request was sent."""
         row = self.rows[request.ref.row]
-        # Numbers of tokens that the engine does not report are taken from the survey, or as the minimum.
+        # Numbers of tokens that the engine does not report come from the survey, or else are the minimum.
         prompt, cached = completion.prompt_tokens or row.prompt, completion.cached_tokens or 0
         outputs = tuple(tokens or 1 for tokens in completion.completion_tokens) or (1,)
         row = row._replace(prompt=prompt, cached=cached)
@@ -255,6 +256,8 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
         # Without the tokenizer, `_row_of` estimates the numbers of tokens.
         with contextlib.suppress(CannotTokenizeError):
             encoder = make_encoder(job, info, prepared.renderer.kind)
+
+    # The shares of cached tokens and of equal rows depend on the order in which the rows are sent.
     # `decide_order` looks for common prefixes only if the job's `order` is "auto".
     with_auto_order = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     decision = decide_order(with_auto_order, todo)
@@ -265,6 +268,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
         cached_share, equal_share = decision.input_share, decision.input_equal
     if cached_share is None or not info.caches_prefixes:
         cached_share = 0.0
+
     sendable: list[JobRow] = []
     not_sendable = 0
     began = time.monotonic()
@@ -323,8 +327,8 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
 
 
 def _digest_of_engine(job: Job) -> str:
-    """Return a digest of those fields of the job's engine after whose change a new sample is needed."""
-    # The simulation alone shows what a change of these fields does.
+    """Return a digest of the fields of the job's engine whose change makes a new sample necessary."""
+    # A change of these fields needs no new sample, because the simulation takes the change into account.
     simulated = {"replicas": True, "start_timeout": True, "cache_dir": True, "args": {*SCHEDULER_FLAGS}}
     return sha256(job.engine.model_dump_json(exclude=cast("Any", simulated)).encode()).hexdigest()
 
@@ -419,13 +423,14 @@ def _from_data_sheet(prepared: PreparedJob, request: _EstimateRequest, card: str
     copies = _copies(job, request, default=1)
     model = launched_model(job.engine) or ""
     directory = str(model_directory(model))
+    # No engine is open. The survey needs only the tokenizer.
     info = EngineInfo("cold", model, tokenizing=TokenizerInfo(directory, directory))
     surveyed = survey(prepared, pending, info, BitMap64())
     result = cold_forecast(
         model,
         card,
         surveyed.rows,
-        total=surveyed.sent_of(pending),
+        total=surveyed.answered_of(pending),
         samples=job.sampling.n,
         cards=_cards(job, tp),
         copies=copies,
@@ -554,7 +559,7 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
     answered = BitMap64([attempt.row.row for attempt in attempts])
     # Rows with an answer may have failed later, for example in the job's checks. They were not refused.
     refused = len((ordinals & read_done(run_dir).failed) - answered)
-    # A single answer says nothing on the variation of outputs if other rows failed.
+    # If other rows failed, a single answer says nothing about the variation of the outputs.
     if not answered or (refused and len(answered) == 1):
         reason = report.failures[0]["example"] if report.failures else report.reason
         raise BatchrunError(
@@ -607,7 +612,7 @@ def _forecast(
         sampled,
         Setting(_config(job, info, sampled.schedulers), schedulers=schedulers, window=window),
         rows,
-        total=surveyed.sent_of(pending, answered=len(reported_prompts) / rows_of_sample),
+        total=surveyed.answered_of(pending, answered=len(reported_prompts) / rows_of_sample),
         start_s=sample.start_s,
         client_s=(surveyed.row_s + CLIENT_S) / workers,
     )

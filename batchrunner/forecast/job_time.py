@@ -210,7 +210,7 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
 
     simulated = simulate(setting.config, drawn, is_due)
     work = simulated.work_at_ends[-1]
-    # The other rows add only to the steady state, in which a pass has more rows than at the begin and the
+    # The other rows add only to the steady state, in which a pass has more rows than at the beginning and the
     # end.
     steady = _steady_work(simulated)
     # The same work as that of the simulated rows, but in fewer passes, because each pass is as full as one of
@@ -352,7 +352,9 @@ def forecast(
     output_deviation *= small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
     # First cause: the output lengths. Simulate outputs that are longer by one standard deviation.
     factor = math.exp(output_deviation)
-    longer_outputs = [(row, [math.ceil(factor * tokens) for tokens in lengths]) for row, lengths in drawn]
+    longer_outputs = []
+    for row, lengths in drawn:
+        longer_outputs.append((row, [math.ceil(factor * tokens) for tokens in lengths]))
     longer_work, _ = whole_work(setting, longer_outputs, rows_of_scheduler)
     by_outputs = math.log(max(cost.work_s(longer_work) / seconds, 1.0))
     # The second cause of uncertainty is the costs of a forward pass, which also vary from run to run.
@@ -362,17 +364,11 @@ def forecast(
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
-    # Find the bottleneck: compare the time of the prefill passes alone, and that of the client, with the sum.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
-    if client_total_s > seconds:
-        limited_by = "client"
-    elif prefill_s > seconds / 2:
-        limited_by = "prefill"
-    elif waiting_share > 1 / 2:
-        limited_by = "pool"
-    else:
-        limited_by = "decode"
+    limited_by = _bottleneck(
+        seconds=seconds, prefill_s=prefill_s, client_s=client_total_s, waiting_share=waiting_share
+    )
     seconds = max(seconds, client_total_s)
     causes = sorted([(by_outputs, "output lengths"), (by_cost, "pass times")], reverse=True)
     return Forecast(
@@ -403,6 +399,21 @@ def _cause(name: str, share: float) -> str:
     if share <= 1:
         return f"{name}: ±{100 * share:.0f} %"
     return f"{name}: too few sampled rows to estimate the error"
+
+
+def _bottleneck(*, seconds: float, prefill_s: float, client_s: float, waiting_share: float) -> str:
+    """Return the bottleneck of a run, as in `Estimate.limited_by`.
+
+    `seconds` is the time of all passes, `prefill_s` that of the prefill passes alone, and `client_s` the CPU
+    time of the client. In `waiting_share` of the decode passes, rows wait for the KV pool.
+    """
+    if client_s > seconds:
+        return "client"
+    if prefill_s > seconds / 2:
+        return "prefill"
+    if waiting_share > 1 / 2:
+        return "pool"
+    return "decode"
 
 
 def _around(median: float, deviation: float) -> Interval:

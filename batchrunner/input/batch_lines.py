@@ -30,7 +30,7 @@ MOST_REPEATED = 100_000
 """Maximum number of custom_ids that are kept because they may be repeated.
 
 They are the custom_ids whose digest has the same low half as an earlier digest. Among ten million different
-custom_ids, about 12,000 have one by chance.
+custom_ids, about 12,000 share a low half by chance.
 """
 MOST_FAULTS = 50
 """Maximum number of faulty lines of one kind that an error lists one by one."""
@@ -112,7 +112,7 @@ class _LineFaults:
             self._faults.append(LineFault(line, self._code, problem))
 
     def errors(self, path: str) -> list[BatchFileError]:
-        """Return one error for all faults; nothing if there are none."""
+        """Return one error for all faults; [] if there are none."""
         if not self._numbers.count:
             return []
         message = f"{path}: {self._numbers}: {self._numbers.reason}"
@@ -123,6 +123,7 @@ def _raise_together(errors: Sequence[BatchFileError]) -> None:
     """Raise the errors, if any. Several errors are combined into one, whose text has a line for each."""
     if len(errors) > 1:
         faults = sorted(fault for error in errors for fault in error.line_faults)
+        # An error that already combines several faults has a text for each of them.
         texts = [text for error in errors for text in (error.faults or [str(error)])]
         combined = BatchFileError("\n".join(texts), faults)
         combined.faults = texts
@@ -182,7 +183,8 @@ def _request_in(text: bytes) -> _RequestLine:
 
     The error is a _WrongCustomIdError if the line has a `url`, but no usable custom_id.
     """
-    text.decode()  # raise for bytes that are not UTF-8, because msgspec accepts them inside a raw body
+    # This raises for bytes that are not UTF-8, which msgspec would accept inside a raw body.
+    text.decode()
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:
@@ -198,7 +200,8 @@ def _check_custom_id(text: bytes) -> None:
     """
     try:
         _read_url.decode(text)
-    except msgspec.ValidationError:  # The object has no `url`.
+    except msgspec.ValidationError:
+        # The object has no `url`.
         return
     try:
         _read_name.decode(text)
@@ -229,7 +232,8 @@ def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
     another model.
     """
     body_model = _read_model.decode(body).model
-    if None not in {body_model, model} and body_model != model:
+    both_name_a_model = body_model is not None and model is not None
+    if both_name_a_model and body_model != model:
         raise ValueError(
             f"the request names the model {body_model!r}, but an earlier line names {model!r}: "
             "split the file by model"
@@ -244,6 +248,7 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
     """
     try:
         custom_id = bytes(_read_custom_id.decode(text).custom_id)
+        # `custom_id` is the raw JSON of any value. Only a string is decoded.
         is_string = custom_id.startswith(b'"')
         value = msgspec.json.decode(custom_id) if is_string else custom_id.decode()
     except (ValueError, RecursionError):
@@ -267,6 +272,7 @@ def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules
                 custom_ids.add(record.line, record.values[CUSTOM_ID])
             yield record
     except BatchFileError as failure:
+        # The error is raised below, together with the error about repeated custom_ids.
         errors.append(failure)
     if not rules.allows_repeated:
         errors += custom_ids.errors(path)
@@ -276,10 +282,7 @@ def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules
 
 
 class _CustomIds:
-    """Custom_ids of a batch file, among which repeated ones are found.
-
-    They take about 10 bytes of memory per line.
-    """
+    """Finds repeated custom_ids in a batch file. It takes about 10 bytes of memory per line."""
 
     def __init__(self) -> None:
         self._digests = array("Q")
@@ -306,12 +309,13 @@ class _CustomIds:
             self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
 
     def errors(self, path: str) -> list[BatchFileError]:
-        """Return one error that names repeated custom_ids with their lines; nothing if there are none."""
+        """Return one error that names repeated custom_ids with their lines; [] if there are none."""
         repeated = self.repeated()
         if not repeated:
             return []
         shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
         more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
+        # The first line with a custom_id is not at fault, but all later ones are.
         faults = [
             LineFault(line, "duplicate_custom_id", f"custom_id {name!r} is also on line {lines.first[0]}")
             for name, lines in repeated

@@ -36,6 +36,7 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return other
     if pt.is_dictionary(one) or pt.is_dictionary(other):
         return _common_dictionary(one, other)
+    # Arrow's promotion does not handle these kinds of types well.
     for is_of_kind, common_of_kind in _KINDS:
         if is_of_kind(one) and is_of_kind(other):
             return common_of_kind(one, other)
@@ -126,7 +127,8 @@ def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.Data
     if (one.tz is None) != (other.tz is None):
         return None
     zone = one.tz
-    both_mean_utc = {one.tz, other.tz} <= _UTC  # The zone then keeps its first name, such as "Etc/UTC".
+    # If both names mean UTC, the first one is kept, such as "Etc/UTC".
+    both_mean_utc = {one.tz, other.tz} <= _UTC
     if one.tz != other.tz and not both_mean_utc:
         zone = "UTC"
     finer_type = _promoted(pa.timestamp(one.unit), pa.timestamp(other.unit))
@@ -141,6 +143,7 @@ def _common_exact(one: Any, other: Any) -> pa.DataType | None:
     """
     if pt.is_integer(one) == pt.is_integer(other):
         return _promoted(one, other)
+    # The result keeps the decimal's places after the point, and has room for all digits before the point.
     integer, decimal = (one, other) if pt.is_integer(one) else (other, one)
     digits_before_point = max(decimal.precision - decimal.scale, _DIGITS[integer])
     digits = digits_before_point + decimal.scale

@@ -45,9 +45,11 @@ def codec_of(head: bytes, codec: str | None) -> str | None:
     for magic, name in _MAGIC.items():
         if head.startswith(magic):
             return name
-    if head.startswith(_BZ2) and head[4:].startswith(_BZ2_BLOCK):  # Byte 4 is the digit for the block size.
+    if head.startswith(_BZ2) and head[4:].startswith(_BZ2_BLOCK):
+        # Byte 4 of a bzip2 file is the digit for the block size.
         return "bz2"
-    if head[1:].startswith(_SKIPPABLE_FRAME):  # The first byte has any of 16 values.
+    if head[1:].startswith(_SKIPPABLE_FRAME):
+        # The first byte of a skippable frame may have any of 16 values.
         return codec or "zstd"
     return codec if codec == "brotli" else None
 
@@ -78,7 +80,8 @@ def decompressed(stream: pa.NativeFile, codec: str | None) -> io.BufferedReader:
     Reading raises the errors of the stream, ArrowException, or one of DECOMPRESSION_ERRORS.
     """
     content: Any = stream
-    if codec == "gzip":  # pyarrow's own codec fails on zero bytes after the compressed data
+    if codec == "gzip":
+        # pyarrow's own codec for gzip fails if zero bytes follow the compressed data.
         content = gzip.GzipFile(fileobj=cast("IO[bytes]", stream))
     elif codec is not None:
         content = pa.CompressedInputStream(stream, codec)

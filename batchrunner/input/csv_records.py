@@ -43,6 +43,7 @@ def csv_table(
     a bad header. The call and the iterator also raise InputError for a quoted value that is never closed, and
     if no record with non-ASCII characters can be decoded.
     """
+    # Line ends are not translated, because a quoted value may have any of them.
     text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
     records = _decoded_records(_CsvLines(text), path, spec, usual_delimiter)
     no_header: _Cells = (1, [], "is missing")
@@ -59,7 +60,9 @@ def csv_table(
 
 
 _Cells = tuple[int, list[str], str | None]
-"""Number of a record's first line, its values, and the reason why it cannot be read; None if it can."""
+"""Number of a record's first line, its values, and the reason why the record cannot be read (None if it can
+be read).
+"""
 
 
 def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[TextRecord]:
@@ -88,7 +91,7 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
         delimiter = spec.delimiter or excel_delimiter or usual_delimiter
         for line, cells, problem in _records(lines, path, delimiter):
             text = "".join(cells)
-            # ASCII text can be decoded in nearly every encoding, so it does not confirm the encoding
+            # ASCII text can be decoded in nearly every encoding, so it does not confirm the encoding.
             if text.isascii():
                 yield line, cells, problem
             elif _UNDECODED.search(text):
@@ -97,7 +100,8 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
             else:
                 encoding_fits = True
                 yield line, cells, problem
-    except UnicodeError:  # UTF-16 decoding may fail although `surrogateescape` is set
+    except UnicodeError:
+        # UTF-16 decoding may fail although `surrogateescape` is set.
         first_undecoded_line, encoding_fits = lines.begin_record(), False
     if first_undecoded_line and not encoding_fits:
         raise InputError(f"{path}: line {first_undecoded_line} {not_decoded}")
@@ -124,7 +128,8 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
         else:
             if cells is None:
                 return
-            if cells:  # skip an empty line, which is not a record
+            if cells:
+                # An empty line has no cells, and is not a record.
                 yield line, cells, None
 
 
@@ -179,7 +184,7 @@ class _CsvLines:
         return self
 
     def __next__(self) -> str:
-        """Return the next line; skip a line that is too long, and raise _TooLongError."""
+        """Return the next line. Raises _TooLongError for a line that is too long, after skipping it."""
         line = self._requeued.popleft() if self._requeued else self._text.readline(LONGEST_LINE_BYTES)
         if not line:
             raise StopIteration
@@ -209,6 +214,7 @@ class _CsvLines:
         if delimiter is not None:
             self._number += 1
         elif line:
+            # The line is the header, so it is read again as a record.
             self._requeued.append(line)
         return delimiter
 
@@ -218,8 +224,10 @@ class _CsvLines:
         If the quotes are not closed, the lines below cannot be divided into records.
         """
         if self._has_paired_quotes():
-            return True  # The record ends with the line that was too long.
-        while True:  # Each further line begins inside a quoted value.
+            # The record ends with the line that was too long.
+            return True
+        while True:
+            # Each further line begins inside a quoted value.
             self._record.clear()
             line: str | None
             try:
@@ -227,7 +235,8 @@ class _CsvLines:
             except StopIteration:
                 return False
             except _TooLongError:
-                line = None  # too long to check whether the line is valid CSV
+                # The line is too long to check whether it is valid CSV.
+                line = None
             # Inside a value, quotes come in pairs. An odd number of quotes means that the value has ended.
             ends_value = not self._has_paired_quotes()
             if ends_value:

@@ -138,7 +138,7 @@ class Dataset:
         """
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
-        # Kept for `added_files`, which looks for the files of the job once more.
+        # This function is kept for `added_files`, which looks for the files of the job once more.
         self._find = functools.partial(find_files, paths, run, storage)
         self.files = self._open_files(source, copies, batch_rules=batch_rules)
         _unify_json_lines(self.files)
@@ -161,14 +161,13 @@ class Dataset:
         self._conflicts: dict[str, str] = {}
         """Columns without a type that holds the values of all files, each with the reason."""
         self.schema = self._common_schema()
-        """All columns. If files disagree on a column's type (`_conflicts`), its type in the first file that
-        has it.
+        """All columns. If files disagree on a column's type (`_conflicts`), the type in the first file
+        counts.
         """
         self.partition_types = {name: self.schema.field(name).type for name in types_in_paths}
         """Types of the Hive partition columns. If a file lacks such a column, its path gives the value."""
         self.has_text_files = any(file.is_text for file in self.files)
-        """Whether any input file is CSV or JSON Lines, whose column types come from values or `input.types`.
-        """
+        """Whether any file is CSV or JSON Lines, whose column types come from values or `input.types`."""
         has_problems = any(file.has_problems for file in self.files)
         # If schemas differ, a value of one file may not fit the common type of all files.
         self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
@@ -204,6 +203,7 @@ class Dataset:
             if name not in columns:
                 raise unknown_column(InputError, "input.types", name, columns)
         if not any(file.format.kind == "CSV" for file in text_files):
+            # Only options that the job sets itself are checked; the defaults do no harm.
             for name in {"delimiter", "encoding"} & source.model_fields_set:
                 raise InputError(
                     f"input.{name}: applies to CSV, and the input has no such file", hint="leave it out"
@@ -221,6 +221,7 @@ class Dataset:
                 if common is not None:
                     types[field.name] = common
                 elif field.name not in self._conflicts:
+                    # Only the first conflict of each column is kept.
                     self._conflicts[field.name] = (
                         f"{path}: column {field.name!r} is {type_name(field.type)}, "
                         f"but {type_name(earlier)} in {first_path}"
@@ -348,7 +349,7 @@ class DatasetReader:
         self._content: pq.ParquetFile | None = None
         """Parquet reader of the open file."""
         self._stored: list[str] = []
-        """Columns that the open file has. Its path gives the values of partition columns."""
+        """Columns that are stored in the open file. The values of partition columns come from its path."""
         self._group: int | None = None
         """Row group that is being read."""
         self._batches: Iterator[pa.RecordBatch] = iter(())
@@ -372,6 +373,7 @@ class DatasetReader:
             except BatchrunError:
                 raise
             except file.read_errors as failure:
+                # If the file was changed, this raises an error that says so.
                 file.check_unchanged()
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
@@ -424,19 +426,22 @@ class DatasetReader:
             assert self._data is not None
             end = self._start + self._data.num_rows
             rows_in_batch = list(rows & BitMap64(range(self._start, end)))
-            if len(rows_in_batch) == self._data.num_rows:  # all rows are wanted, so no copy is needed
+            if len(rows_in_batch) == self._data.num_rows:
+                # All rows of the batch are wanted, so no copy is needed.
                 yield RowBatch(rows_in_batch, self._data)
             elif rows_in_batch:
                 indices = arrow_array([row - self._start for row in rows_in_batch], pa.int64())
                 yield RowBatch(rows_in_batch, self._data.take(indices))
-            if rows.max() < end:  # keep the batch, because the next rows may be in it too
+            if rows.max() < end:
+                # The batch is kept, because the next rows may be in it too.
                 return
             self._start, self._data = end, self._next_batch(file, end)
 
     def _next_batch(self, file: SourceFile, start: int) -> pa.RecordBatch:
-        """Return the next batch of the row group, converted to the schema; its first ordinal is `start`.
+        """Return the next batch of the row group, converted to the schema.
 
-        Raises InputChangedError if the file was replaced before the batch was read.
+        Its first row has the ordinal `start`. Raises InputChangedError if the file was replaced before the
+        batch was read.
         """
         for data in self._batches:
             file.check_after_reading()
@@ -497,7 +502,8 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
         for index, problem in unreadable.items():
             problems.setdefault(index, f"column {name!r}: {problem}")
     rows: list[Row | str] = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    if not names:  # zip() yields no row if there is no column
+    if not names:
+        # zip() yields no row if there is no column.
         rows = [{} for _ in batch.rows]
     for index, problem in problems.items():
         rows[index] = problem
@@ -523,7 +529,8 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
         except UNREADABLE as failure:
             values.append(None)
             reason = str(failure)
-            if "zoneinfo" in reason:  # Arrow's error says only that the module zoneinfo lacks data
+            if "zoneinfo" in reason:
+                # Arrow's error says only that the module zoneinfo lacks data.
                 reason = f"the time zone is unknown on this machine ({column.type})"
             unreadable[index] = f"unreadable value: {reason}"
     return values, unreadable

@@ -34,7 +34,8 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
                     for name in columns:
                         line = field_line(name, row[name])
                         values[name].append(hash(line))
-                        lengths[name] += len(line) + 1  # with its line break
+                        # A line counts with its line break.
+                        lengths[name] += len(line) + 1
     return choose_order(values, lengths)
 
 
@@ -64,7 +65,7 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
         return lengths[name] * share_of_rows
 
     def gain(name: str) -> float:
-        """Return the text that column `name` saves, plus what the best column after it then saves."""
+        """Return the prompt length that column `name` saves, plus that of the best column after it."""
         longer_prefixes = list(zip(prefixes, values[name], strict=True))
         gains_after = [shared_text(other, longer_prefixes) for other in candidates if other != name]
         return shared_text(name, prefixes) + max(gains_after, default=0.0)

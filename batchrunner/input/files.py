@@ -78,7 +78,8 @@ def at_commit(fs: pafs.FileSystem, path: str) -> str:
 
     hub = fs.handler.fs
     resolved = hub.resolve_path(path)
-    if not getattr(resolved, "revision", None):  # a bucket of the Hub has no commits, unlike a repository
+    if not getattr(resolved, "revision", None):
+        # A bucket of the Hub has no commits, unlike a repository.
         return path
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
     commit = api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision).sha
@@ -125,10 +126,12 @@ def find_files(
             files = _of_one_kind(name, files)
         if not files:
             raise InputError(f"{name}: found no Parquet, CSV, JSON Lines or Arrow file")
-        files_by_path = files | files_by_path  # a file that several paths name keeps its first name
+        # A file that several paths name keeps its first name.
+        files_by_path = files | files_by_path
     for file in files_by_path.values():
         try:
-            file.encode()  # Arrow and run.json need valid UTF-8
+            # Arrow and run.json need valid UTF-8.
+            file.encode()
         except UnicodeEncodeError:
             raise InputError(
                 f"{os.fsencode(file)!r}: the name of the file is not valid UTF-8", hint="rename the file"
@@ -166,6 +169,7 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
     """Return the file system of a path or URI of the job, and the path on that file system."""
     if "://" not in path_or_uri:
         return pafs.LocalFileSystem(), path_or_uri
+    # Object stores are read by obstore, and all other schemes by pyarrow.
     address = store_address(path_or_uri)
     if address is not None:
         check_client(address, InputError)
@@ -184,10 +188,10 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
 
 
 def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
-    """Return the files of a local path or glob by their real paths, and whether the path is a directory.
+    """Find the files of a local path or glob; also tell whether the path is a directory.
 
-    The keys are real paths, with symbolic links resolved in the directory. So a file to which several paths
-    lead is read once.
+    Each file is keyed by its real path, with symbolic links resolved in the directory. So a file to which
+    several paths lead is read once.
     """
     is_directory = path.is_dir()
     if is_directory:
@@ -249,7 +253,8 @@ def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]
     elif kind == pafs.FileType.Directory:
         below = _files_below(fs, path)
         files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
-    elif "*" in path:  # `?` and `[` are no wildcards here, because `?` begins the query of a URI.
+    elif "*" in path:
+        # `?` and `[` are no wildcards here, because `?` begins the query of a URI.
         # `**/` matches any number of directories, and `*` any text without a slash.
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
@@ -268,7 +273,10 @@ def _hidden(path: PurePath) -> bool:
 
 
 def hive_partitions(path: str) -> dict[str, str | None]:
-    """Return the values of Hive partition columns in a path with directories `name=value`; None is null."""
+    """Return the values of Hive partition columns in a path with directories `name=value`.
+
+    None stands for null.
+    """
     partitions: dict[str, str | None] = {}
     for directory in Path(path).parts[:-1]:
         key, separator, value = directory.partition("=")
@@ -348,6 +356,7 @@ class SourceFile:
         except self.read_errors as failure:
             raise self._unreadable(failure) from None
         if self.format.kind != "Parquet":
+            # The digest and the notes were stored in the Parquet copy when it was made.
             self.digest = schema.metadata[_DIGEST].decode()
             self.notes = _read_notes.decode(footer.metadata[NOTES])
         self.has_problems = PROBLEM in schema.names
@@ -363,7 +372,7 @@ class SourceFile:
         self.has_grown = False
         """Whether rows have been appended since the file was opened."""
         self.partitions = hive_partitions(path)
-        """Values of the Hive partition columns in the file's path (`year=2024/`); None is null."""
+        """Values of the Hive partition columns in the file's path (`year=2024/`). None stands for null."""
         self.starts: list[int] = []
         """Ordinal of the first row of each row group, and the ordinal after the last row."""
 
@@ -403,7 +412,8 @@ class SourceFile:
         if not self._may_grow or self._digest_of(size) != digest:
             return False
         with Path(self.path).open("rb") as file:
-            # The line break is either the last of these bytes, or the first byte that was appended.
+            # The last line break is either the last byte before the appended bytes, or the first appended
+            # byte.
             file.seek(size - 1)
             return any(byte in b"\r\n" for byte in file.read(2))
 
@@ -542,7 +552,8 @@ class SourceFile:
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
-            if not copy.exists():  # Another process may have written the copy while this one waited.
+            if not copy.exists():
+                # Another process may have written the copy while this one waited.
                 # If an earlier copy was read, the digest has been computed already.
                 self.digest = self.digest or self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
@@ -564,6 +575,7 @@ class SourceFile:
         except BatchrunError:
             raise
         except EOFError:
+            # gzip raises EOFError for a truncated file.
             raise self._unreadable(OSError("Truncated compressed data")) from None
         except self.read_errors + DECOMPRESSION_ERRORS as failure:
             raise self._unreadable(failure) from None
@@ -571,7 +583,7 @@ class SourceFile:
     def _unreadable(self, failure: Exception) -> BatchrunError:
         """Return the error for a file that could not be read, with a hint at the likely cause."""
         name, hint = self.path, None
-        if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
+        if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):  # hf://
             name = f"hf://{without_commit(self.path)}"
             hint = "if the dataset's page on the Hub asks for it, request access there, and set HF_TOKEN"
         elif self.format.compression == "zstd" and "too much memory" in str(failure):

@@ -117,13 +117,14 @@ class JobInput:
 def lease_rows(rows: int) -> int:
     """Return the approximate number of rows in a lease of a run of `rows` rows.
 
-    In a Slurm array, it depends on the number of tasks (`SLURM_ARRAY_TASK_COUNT`).
+    In a Slurm array, the number also depends on the number of tasks (`SLURM_ARRAY_TASK_COUNT`).
     """
     array_tasks = os.environ.get("SLURM_ARRAY_TASK_COUNT", "")
     workers = int(array_tasks) if array_tasks.isdecimal() else 1
     leases = max(MANY_LEASES, LEASES_OF_A_WORKER * workers)
-    rows_for_fewest_leases = -(-rows // FEWEST_LEASES)  # rounded up
-    # A small run has less than LEAST_LEASE_ROWS rows in a lease, so that it has FEWEST_LEASES leases.
+    # A small run has less than LEAST_LEASE_ROWS rows in a lease, so that it has FEWEST_LEASES leases. The
+    # quotient is rounded up.
+    rows_for_fewest_leases = -(-rows // FEWEST_LEASES)
     least = min(LEAST_LEASE_ROWS, rows_for_fewest_leases)
     size = min(max(rows // leases, least), MOST_LEASE_ROWS)
     return max(1, size)
@@ -134,11 +135,12 @@ def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
 
     Return the ordinals at which leases begin, and `end` as the last element.
     """
-    rows_for_most_leases = -(-len(rows) // MOST_LEASES)  # rounded up
+    # The quotient is rounded up, so that there are at most MOST_LEASES leases.
+    rows_for_most_leases = -(-len(rows) // MOST_LEASES)
     size = max(lease_rows(len(rows)), rows_for_most_leases)
     cuts = [0]
     rows_before, next_rank = 0, size
-    # To select a row by its rank takes time that grows with the input, so ranks are counted block by block.
+    # Selecting a row by its rank takes time that grows with the input, so ranks are counted block by block.
     block_size = max(1, -(-end // MOST_LEASES))
     for start in range(0, end, block_size):
         stop = min(end, start + block_size)

@@ -25,7 +25,7 @@ ROLES = {
 }
 """Roles of the chat endpoint, by the names of roles in OpenAI's and ShareGPT's forms."""
 _TEXT_PARTS = {"text", "input_text"}
-"""Types of the parts of a message's content that are texts."""
+"""Types of message parts that are text."""
 
 
 def holds_messages(kind: pa.DataType) -> bool:
@@ -46,6 +46,7 @@ def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list
     if value is None:
         raise RowRefusedError(f"{label} is null")
     if isinstance(value, str) and value.strip():
+        # A blank text counts as empty below.
         value = _parsed(label, value)
         if not isinstance(value, list):
             raise RowRefusedError(f"{label}: the JSON is not a list of messages")
@@ -105,6 +106,7 @@ def _joined(content: Any) -> Any:
     if not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts):
         raise ValueError("a part without a type")
     if not all(part["type"] in _TEXT_PARTS for part in parts):
+        # The message has parts with media, which cannot be joined.
         return [*map(_without_null_fields, parts)]
     texts: list[Any] = [part.get("text") for part in parts]
     if not all(isinstance(text, str) for text in texts):

@@ -144,8 +144,9 @@ def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, s
         name for usual_name in TEXT_NAMES for name in texts if name.lower() == usual_name
     ]
     no_id_columns = [name for name in texts if not ID_NAME.fullmatch(name)]
-    no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)  # most text first
-    candidates = [*columns_with_usual_name, *no_id_columns, *texts, *usable]  # the likeliest first
+    # The columns with the most text come first, because they are the likeliest prompts.
+    no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)
+    candidates = [*columns_with_usual_name, *no_id_columns, *texts, *usable]
     name = candidates[0]
     template = _quoted(f"{{{{ {template_of_column(name)} }}}}")
     return name, f"# system: You are terse.\n  user: {template}   # Jinja2 over the columns of a row"

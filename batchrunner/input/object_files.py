@@ -65,6 +65,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open an object for reading from any position; raise OSError."""
         bucket, key = _bucket_and_key(path)
+        # Looking up the object also fills in its size and ETag, which are used below.
         if path not in self._sizes and self._info(path).type != pafs.FileType.File:
             raise FileNotFoundError(path)
         file = _ObjectFile(
@@ -81,22 +82,25 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             try:
                 return self._record(path, obstore.head(self._bucket(bucket), key))
             except FileNotFoundError:
-                pass  # there is no such object, but the path may be a directory
+                # There is no such object, but the path may be a directory.
+                pass
             except STORE_ERRORS as failure:
                 raise as_os_error(failure, path) from None
         is_directory = any(self._objects_below(path, most_pages=1))
         return pafs.FileInfo(path, pafs.FileType.Directory if is_directory else pafs.FileType.NotFound)
 
     def _objects_below(self, directory: str, most_pages: int | None = None) -> Iterator[Any]:
-        """Yield the objects below a directory; raise OSError.
+        """Yield the objects below a directory.
 
-        With `most_pages`, no more pages of the store's listing are read.
+        If `most_pages` is given, at most that many pages of the store's listing are read. Raises OSError if
+        the store cannot be read.
         """
         bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None
 
         def list_pages() -> list[Any]:
-            pages = obstore.list(self._bucket(bucket), prefix)  # an iterator, which lists page by page
+            # obstore.list() returns an iterator, which lists page by page.
+            pages = obstore.list(self._bucket(bucket), prefix)
             return list(islice(pages, most_pages))
 
         try:
@@ -148,6 +152,7 @@ class _ObjectFile(io.RawIOBase):
         end = self._size if size < 0 else min(self._position + size, self._size)
         if self._position >= end:
             return b""
+        # With the condition, the store refuses the request if the object has another ETag.
         options: obstore.GetOptions = {**self._condition, "range": (self._position, end)}
         try:
             data = bytes(read_whole(lambda: obstore.get(self._bucket, self._key, options=options).bytes()))

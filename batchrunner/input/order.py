@@ -96,6 +96,7 @@ def decide(
     sampled = sum(map(len, sample))
     input_share, sorted_share = shared_fractions(sample, rows)
     input_equal, sorted_equal = equal_fractions(keys, rows) if keys else (0.0, 0.0)
+    # Sorting is worth its time if it saves enough prompt tokens, or lets enough rows share an answer.
     order = "prefix"
     if sorted_share - input_share >= max(LEAST_SAVED, WORTH_IT * (1 - input_share)):
         why = (
@@ -133,7 +134,8 @@ def stretches(rows: BitMap64, group_ends: Sequence[int]) -> Iterator[BitMap64]:
     ordinals after the last row of each row group.
     """
     samples_all = len(rows) <= STRETCHES * WINDOW_ROWS
-    start = 0  # index in `rows` of the first row that is in no stretch yet
+    # `start` is the index in `rows` of the first row that is in no stretch yet.
+    start = 0
     for number in range(STRETCHES):
         if not samples_all:
             evenly_spread_row = rows[len(rows) * number // STRETCHES]
@@ -150,9 +152,9 @@ def stretches(rows: BitMap64, group_ends: Sequence[int]) -> Iterator[BitMap64]:
 def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[float, float]:
     """Return the fractions of prompt bytes that come from the prefix cache, in input order and sorted.
 
-    `rows` is the number of all rows. In input order, a row shares prefixes with the rows of its stretch. In
-    sorted order, it shares prefixes with all rows. If the sample is smaller than the input, the second
-    fraction is extrapolated.
+    Each list in `sample` has a stretch of consecutive rows; `rows` is the number of all rows. In input order,
+    a row shares prefixes with the rows of its stretch only. In sorted order, it shares prefixes with all
+    rows. If the sample is smaller than the input, the second fraction is extrapolated.
     """
     total_bytes = sum(len(prompt) for stretch in sample for prompt in stretch)
     if not total_bytes:
@@ -162,6 +164,7 @@ def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[floa
     bytes_in_stretches = sum(in_stretch for in_stretch, _ in shared_with_earlier)
     is_whole_input = len(ordered) == rows
     if is_whole_input:
+        # Sorted, a prompt shares its longest prefix with an earlier prompt of any stretch.
         sorted_bytes = float(sum(map(max, shared_with_earlier)))
     else:
         gains = _gains_of_sorting(ordered, shared_with_earlier)
@@ -247,7 +250,8 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     previous_prompt, previous_stretch = b"", 0
     for prompt, stretch in ordered:
         shared = common_length(previous_prompt, prompt)
-        if shared < max(shared_by_stretch):  # else every minimum below keeps its value
+        if shared < max(shared_by_stretch):
+            # Otherwise, each minimum would keep its value.
             shared_by_stretch = [min(shared, length) for length in shared_by_stretch]
         shared_by_stretch[previous_stretch] = shared
         other_stretches = shared_by_stretch[:stretch] + shared_by_stretch[stretch + 1 :]

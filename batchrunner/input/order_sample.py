@@ -51,7 +51,8 @@ def _read_stretch(
     for batch in job_input.batches(rows, check_stop):
         for item in batch:
             prompt = b""
-            key: Hashable = item.ref.row  # unique, so that the row shares no answer
+            # The ordinal is unique, so by default a row shares no answer.
+            key: Hashable = item.ref.row
             if not isinstance(item, Outcome):
                 prompt = prompt_bytes(item)
                 key = digests.of(item, prompt) if is_repeatable(item) else key

@@ -132,6 +132,7 @@ class _RecordColumn:
         if not is_json:
             self._counts[values.type] += len(values) - values.null_count
             return
+        # The batch had no common type for the column, so its values are counted one by one.
         for value in _decoded(values):
             if value is not None:
                 kind = _type_of(value)
@@ -159,7 +160,8 @@ class _RecordColumn:
     def type(self) -> pa.DataType:
         """Return the type of the column: the main type, or text if too many values are odd.
 
-        A column of lists or structs may have a share of odd values up to MOST_ODD, any other column none.
+        A column of lists or structs may have a share of odd values up to MOST_ODD; any other column may have
+        none.
         """
         main_type, odd_share = self.main_type()
         most_odd = MOST_ODD if pt.is_nested(main_type) else 0.0
@@ -201,7 +203,8 @@ class _Records:
                 is_odd = value is not None and not _is_of(value, kind)
                 if is_odd:
                     values[index] = None
-                    if not problems[index]:  # keep the first problem of each record
+                    if not problems[index]:
+                        # A record keeps its first problem.
                         problems[index] = self._odd_value(lines[index], name, value, kind)
             columns[name] = pa.array(values, kind)
         self._count_failed(problems)
@@ -220,6 +223,7 @@ class _Records:
     def _note_cause(self, name: str, lines: Sequence[int], values: Sequence[Any]) -> None:
         """Record the first odd value of a column that is text although most values are lists or structs."""
         main_type, _ = self._columns[name].main_type()
+        # If most values are plain, text is the expected type of a mixed column, and needs no note.
         if name in self._text_causes or not pt.is_nested(main_type):
             return
         for line, value in zip(lines, values, strict=True):
@@ -271,6 +275,7 @@ def _difference(name: str, value: Any, kind: pa.DataType) -> str:
         inner_values = [(f"{name}.{field.name}", value[field.name], field.type) for field in fields]
     elif isinstance(value, list) and pt.is_list(kind):
         inner_values = [(f"{name}[{index}]", item, kind.value_type) for index, item in enumerate(value)]
+    # Descend into the first inner value that is odd. If none is, the value itself has the wrong type.
     for inner_name, inner_value, inner_type in inner_values:
         if inner_value is not None and not _is_of(inner_value, inner_type):
             return _difference(inner_name, inner_value, inner_type)
@@ -308,7 +313,8 @@ def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataTy
     if pt.is_fixed_size_list(kind):
         return pa.list_(_normalized_field(kind.value_field, nulls), kind.list_size)
     if pt.is_map(kind):
-        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # Arrow forbids null keys
+        # Arrow forbids null keys in a map.
+        key = _normalized_field(kind.key_field, nulls).with_nullable(False)
         return pa.map_(key, _normalized_field(kind.item_field, nulls), kind.keys_sorted)
     if pt.is_struct(kind):
         return pa.struct([_normalized_field(field, nulls) for field in kind])
@@ -333,6 +339,7 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
         return schemas[0]
     types: dict[str, pa.DataType] = {}
     for field in chain.from_iterable(schemas):
+        # The null type has a common type with every type, so it stands for a column that is new.
         common = common_type(types.get(field.name, pa.null()), field.type)
         types[field.name] = _TEXT if common is None else common
     return pa.schema(list(types.items()))
@@ -387,7 +394,8 @@ def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[i
     try:
         return _as_type(column, kind), {}
     except UNFIT:
-        pass  # Convert each value alone, to find those that do not fit.
+        # Convert each value alone, to find those that do not fit.
+        pass
     values: list[pa.Array] = []
     misfits: dict[int, str] = {}
     for index in range(len(column)):
@@ -438,7 +446,7 @@ def in_chunks(
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:
-    """Return an array of values with the type that Arrow infers; of JSON texts if there is no common type."""
+    """Return an array of values with the type that Arrow infers; without a common type, of JSON texts."""
     try:
         return pa.array(values)
     except UNFIT:

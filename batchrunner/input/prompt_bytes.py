@@ -41,7 +41,8 @@ def prompt_bytes(request: Request) -> bytes:
     if request.kind == "text":
         files = b"".join(map(_file_bytes, request.media))
         return adapter + files + _encoded(request.prompt)
-    if request.tools is not None and request.tools.by_row:  # chat templates write tools at the beginning
+    if request.tools is not None and request.tools.by_row:
+        # Chat templates write the tools at the beginning of the prompt.
         adapter += _encoded(repr(request.tools.tools))
     if request.media:
         return adapter + b"".join(_message_with_files(message, request.media) for message in request.prompt)
@@ -51,8 +52,10 @@ def prompt_bytes(request: Request) -> bytes:
 def _packed_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as bytes, four for each id."""
     try:
-        return struct.pack(f"{len(ids)}i", *ids)  # The machine's own byte order packs three times faster.
-    except struct.error:  # An id exceeds 32 bits, so the engine will refuse the row.
+        # Packing in the machine's own byte order is three times faster.
+        return struct.pack(f"{len(ids)}i", *ids)
+    except struct.error:
+        # An id exceeds 32 bits, so the engine will refuse the row.
         return repr(ids).encode()
 
 
@@ -79,6 +82,7 @@ def _message_with_files(message: dict[str, Any], files: Sequence[PromptFile]) ->
     if not isinstance(content, list):
         return _message_bytes(message)
 
+    # Null bytes separate the parts, because texts have none.
     chunks = [_encoded(f"{message['role']}\0")]
     for part in content:
         index = file_of_part(part)
@@ -162,8 +166,10 @@ class RequestDigests:
 
     def of(self, request: Request, prompt: bytes) -> bytes:
         """Return the digest of a request; `prompt` is `prompt_bytes(request)`."""
-        fields = request[3:]  # All fields after `ref`, `kind` and `prompt`.
-        if fields != self._fields:  # This is rare, because nearly all rows have the same settings.
+        # These are all fields after `ref`, `kind` and `prompt`.
+        fields = request[3:]
+        if fields != self._fields:
+            # The fields rarely change, because nearly all rows have the same settings.
             self._fields = fields
             self._fields_digest = xxh3_128_digest(_settings(request))
         if isinstance(request.prompt, RequestBody):

@@ -19,6 +19,7 @@ def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
     """
     if facts.reads is None:
         return [*usable_columns(source)]
+    # `field` raises for a column that is missing or unusable.
     for name in facts.reads:
         source.field(name, where=f"{facts.where}: {facts.name}")
     return [*facts.reads]
@@ -29,7 +30,8 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
 
     Raises RowRefusedError, whose text begins with `label`, for an invalid conversation.
     """
-    if kind != "messages":  # no chat: clear the fields that only a chat can have
+    if kind != "messages":
+        # Clear the fields that only a chat can have.
         return request._replace(
             kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
         )
@@ -67,14 +69,16 @@ class PythonPrompts:
                 items_with_prompts.append(item)
                 continue
             result = next(results, None)
-            if result is None:  # `is_stopped` returned true, so there are no further results
+            if result is None:
+                # `is_stopped` returned true, so there are no further results.
                 break
             items_with_prompts.append(self._with_result(item, result))
         return items_with_prompts
 
     def _with_result(self, request: Request, result: HookResult) -> Request | Outcome:
         """Return a request with the prompt that the function returned, or the Outcome of its row."""
-        if result.error is not None or result.value is None:  # a function returns None to leave a row out
+        if result.error is not None or result.value is None:
+            # A function returns None to leave a row out.
             return Outcome.unsent(request.ref, result.error)
         try:
             return with_prompt(request, self._label, *result.value)

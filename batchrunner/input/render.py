@@ -237,7 +237,8 @@ def _parameter_in(name: str, value: Any) -> Any:
     is_integer_parameter = name in _INTEGER_PARAMETERS
     fits_into_64_bits = abs(value) < 1 << 63
     if is_integer_parameter and value.is_integer() and fits_into_64_bits:
-        return int(value)  # pandas turns a column of integers with a null into floats
+        # pandas turns a column of integers with a null into floats.
+        return int(value)
     if is_integer_parameter or not math.isfinite(value):
         raise RowRefusedError(f"sampling.{name}: {value} is not a valid value")
     return value
@@ -361,6 +362,7 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
         fields = prompt.fields.columns
         _check_fields(fields, dataset, columns)
         prompt_of = partial(with_fields, prompt_of, fields)
+        # The templates read the variable FIELDS in place of the columns that it shows.
         columns = columns - {FIELDS} | {*fields}
     printed = frozenset(name for _, template in templates for name in template.printed)
     return PromptSource(kind=kind, prompt_of=prompt_of, columns=sorted(columns), printed=printed)
@@ -418,6 +420,7 @@ def _check_type(
     its values are checked row by row.
     """
     kind = dataset.field(name, where=where).type
+    # In a list of nulls, or a list that is always empty, the items have the null type.
     item_kind = kind.value_type if is_list(kind) else kind
     if not (pt.is_null(item_kind) or fits(kind)):
         raise InputError(
@@ -471,6 +474,7 @@ def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) ->
             expected=expected,
         )
         return ByColumn(prompt.tools, partial(tools_in, prompt.tools, choice))
+    # A `tool_choice` without tools is passed on, too.
     has_tools = prompt.tools is not None or choice is not None
     return Tools(prompt.tools, choice) if has_tools else None
 
@@ -532,11 +536,13 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             fits, expected = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
             with faults.collect():
                 _check_type(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
-        if name in {"lora_path", "tool_choice"}:  # these are fields of a request, not sampling parameters
+        if name in {"lora_path", "tool_choice"}:
+            # These are fields of a request, not sampling parameters.
             continue
         if isinstance(value, FromColumn):
             columns[name] = value.column
-            value = field.default  # for rows with a null in the column
+            # Rows with a null in the column get the default.
+            value = field.default
         if value is not None:
             shared[name] = value
     faults.raise_all()

@@ -123,7 +123,8 @@ def _with_budget(custom_params: msgspec.Raw | None, budget: int) -> msgspec.Raw:
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
     """Return a request's limit of output tokens, or an estimate if the request has no limit."""
     if path in _WITHOUT_DECODING:
-        return 1  # the minimum, because there is no output
+        # This is the minimum, because these endpoints generate no output.
+        return 1
     for name in _LIMITS:
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if type(value) is int and value > 0:

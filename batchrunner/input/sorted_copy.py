@@ -93,6 +93,7 @@ class SortedCopy:
                 metadata = self._file.metadata.row_group(group)
                 size = batch_rows(metadata.num_rows, metadata.total_byte_size)
                 for data in self._file.iter_batches(size, [group], use_threads=False):
+                    # The last column has the ordinals, which are not passed on as a column.
                     *columns, ordinal_column = data.schema.names
                     ordinals = data.column(ordinal_column).to_pylist()
                     indices = [index for index, row in enumerate(ordinals) if row in rows]
@@ -189,6 +190,7 @@ def insert(
     db: DuckDBPyConnection, table: str, kinds: Mapping[str, pa.DataType], rows: Iterator[tuple[Any, ...]]
 ) -> None:
     """Create a table in DuckDB with the columns `kinds`, and insert `rows`, CHUNK_ROWS at a time."""
+    # The table is created without rows first, so that it exists even if there are no rows.
     no_rows = pa.Table.from_batches([], pa.schema(kinds.items()))
     db.from_arrow(no_rows).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -217,6 +219,7 @@ def _write_copy(
         writer = None
         for table in tables:
             rows = table.drop_columns(_POSITION).replace_schema_metadata({_ABOUT: orjson.dumps(about)})
+            # The schema of the file is known from the first table on.
             writer = writer or stack.enter_context(pq.ParquetWriter(path, rows.schema, compression="zstd"))
             start = 0
             while start < rows.num_rows:
@@ -244,7 +247,8 @@ def _keys(
                 length = len(prompt)
                 if has_limit_column:
                     length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
-                first = -length  # DuckDB sorts in ascending order, and long prompts come first
+                # DuckDB sorts in ascending order, but long prompts come first.
+                first = -length
             yield first, *sort_key(prompt), item.ref.row, size + len(prompt)
 
 
@@ -351,14 +355,16 @@ def find_sorted_copy(
     Return None if there is no such copy in `directory`.
     """
     wanted_order = job_input.job.order
-    if wanted_order == "auto":  # A copy shows that `auto` decided on "prefix" at that start.
+    if wanted_order == "auto":
+        # A copy shows that `auto` decided on "prefix" at that start.
         wanted_order = "prefix"
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)
             now = fingerprint(job_input.job, job_input.dataset.facts(), "")
             check_same_run(copy.about["fingerprint"], now, directory)
-        except (InputError, ResumeError):  # the copy is damaged, or belongs to another job
+        except (InputError, ResumeError):
+            # The copy is damaged, or belongs to another job.
             continue
         copy_order = copy.about["order"]
         if rows and copy_order == wanted_order and not rows - copy.rows(copy.positions):
@@ -368,7 +374,8 @@ def find_sorted_copy(
 
 def remove_sorted_copies(directory: Path) -> None:
     """Delete all sorted copies in a directory, also unfinished ones; raise OSError."""
-    for path in directory.glob("*order-*"):  # `*` also matches hidden files, which are unfinished copies
+    for path in directory.glob("*order-*"):
+        # `*` also matches hidden files, which are unfinished copies.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -11,6 +11,7 @@ def spread_blocks(total: int, *, blocks: int, size: int) -> list[range]:
     at the first position, and the last block ends at the last position. Blocks overlap if together they have
     more than `total` positions.
     """
-    gaps = max(1, blocks - 1)  # at least 1, because a single block has no gap to divide by
+    # The number of gaps is at least 1, because it is a divisor even for a single block.
+    gaps = max(1, blocks - 1)
     begins = [(total - size) * number // gaps for number in range(blocks)]
     return [range(begin, begin + size) for begin in begins]

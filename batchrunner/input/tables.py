@@ -68,7 +68,8 @@ def paths_of(data: object) -> list[str] | None:
     if not isinstance(data, str):
         return None
     try:
-        find_files([data])  # Only the error matters here: the text may be a prompt and not a path.
+        # Only the error matters here: the text may be a prompt and not a path.
+        find_files([data])
     except InputError as failure:
         raise InputError(
             f"rows: {str(failure)[:200]}",
@@ -87,7 +88,8 @@ def batches_of(data: object, on_each: Callable[[Any], Any]) -> Iterator[pa.Recor
     batches = as_batches(data)
     batches = _of_rows(map(on_each, as_rows(data))) if batches is None else map(on_each, batches)
     first_batch = next(batches, None)
-    if first_batch is None:  # no rows: give an empty batch with a column
+    if first_batch is None:
+        # There are no rows, so the batch is empty, with one column.
         first_batch = pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())})
     yield first_batch
     yield from batches
@@ -110,9 +112,11 @@ def as_batches(data: Any) -> Iterator[pa.RecordBatch] | None:
         return None
     try:
         return _from_reader(pa.RecordBatchReader.from_stream(stream))
-    except pa.ArrowInvalid:  # a single column, such as a Series
+    except pa.ArrowInvalid:
+        # The data are a single column, such as a Series.
         return None
-    except ValueError as failure:  # for example a data frame of pandas with two columns of one name
+    except ValueError as failure:
+        # For example, a data frame of pandas has two columns of one name.
         raise InputError(f"rows: {first_line(failure)}") from None
 
 
@@ -136,6 +140,7 @@ def _results_of_query(query: Any) -> Any:
 def as_rows(data: Any) -> Iterator[Any]:
     """Return the rows of data for which `as_batches` returns None; raise InputError if there are no rows."""
     if hasattr(data, "__arrow_c_stream__"):
+        # The data are a single column, whose values are the rows.
         return chain.from_iterable(chunk.to_pylist() for chunk in pa.chunked_array(data).chunks)
     if hasattr(data, "__arrow_c_array__"):
         return iter(pa.array(data).to_pylist())
@@ -157,7 +162,8 @@ def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
     yield empty_batch(reader.schema)
     try:
         yield from reader
-    except (OSError, pa.ArrowException) as failure:  # raised by the query or the file that the reader reads
+    except (OSError, pa.ArrowException) as failure:
+        # The query or the file behind the reader has raised this error.
         raise InputError(f"rows: cannot be read: {first_line(failure)}") from None
 
 
@@ -195,7 +201,7 @@ def as_mapping(row: object, number: int) -> Mapping[str, Any]:
 def _is_list(value: object) -> bool:
     """Tell whether a value is a list whose items may need a conversion.
 
-    A list that begins with a number is taken for a list of numbers, which may be long and needs none.
+    A list that begins with a number counts as a list of numbers. It may be long, and needs no conversion.
     """
     return isinstance(value, (list, tuple)) and bool(value) and not isinstance(value[0], (int, float))
 
@@ -208,6 +214,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    # Only images of Pillow have this method. The test does not import Pillow.
     is_pillow_image = hasattr(value, "tobitmap")
     if not is_pillow_image:
         return value
@@ -231,7 +238,10 @@ def rows_of_like_types(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mappi
 
 
 def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
-    """Return the columns of a row with the types that Arrow infers; None for a value it cannot hold."""
+    """Return the columns of a row with the types that Arrow infers.
+
+    A type of None marks a value that Arrow cannot hold.
+    """
     types = []
     for name, value in row.items():
         kind = _SCALARS.get(type(value))
@@ -251,7 +261,8 @@ def batches_of_rows(
     `first` is the number of the first row. `to_array` converts the values of a column.
     """
     columns = {}
-    for name in dict.fromkeys(chain.from_iterable(rows)):  # rows may have keys that the first row lacks
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        # Rows may have keys that the first row lacks.
         if not isinstance(name, str):
             raise InputError(
                 f"rows: the name of a column is {name!r}, which is not text", hint="name the column by a text"

@@ -41,7 +41,7 @@ PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
 ROW = "row"
 """Variable for the mapping of all columns in a template, as in `row["name"]`."""
 _RESERVED = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
-"""Words that cannot name a column in a template, because jinja2 or this package gives them a meaning."""
+"""Range of the positions of all rows, from 0."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping by which a template may read any column of `row`."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
@@ -187,7 +187,8 @@ class Predicate(_ColumnCode):
         """
         try:
             context = self._template.new_context(dict(self._variables(row)))
-            for _ in self._template.root_render_func(context):  # an assignment, which yields no text
+            for _ in self._template.root_render_func(context):
+                # The template is an assignment, so it yields no text.
                 pass
             return bool(context.vars[_RESULT])
         except Exception as failure:  # noqa: BLE001 - expressions may apply any operator to user data
@@ -221,6 +222,7 @@ class AnswerExpression:
         try:
             is_good = self._predicate(values)
         except RowRefusedError as failure:
+            # The errors of a Predicate begin with "filter: ", because most predicates are filters.
             return f"accept.expression fails: {str(failure).removeprefix('filter: ')}"
         return None if is_good else f"accept.expression is not true: {self._source}"
 
@@ -287,7 +289,7 @@ class _Code(CodeGenerator):
 
 
 class _NamingCode(_Code):
-    """Code generator for slower templates, whose errors name the expression that failed."""
+    """Code generator whose templates are slower, but whose errors name the expression that failed."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         self.write(f"environment.named({_shown(node)!r}, lambda: ")
@@ -321,7 +323,8 @@ def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
     for name in FILTERS_TO_TEXT:
         filters[name] = _guarded(filters[name], as_text)
     filters["join"] = _guarded(filters["join"], lambda values: [*map(as_text, values)])
-    filters["tojson"] = _tojson  # jinja2's own filter escapes < > & ' for HTML
+    # jinja2's own `tojson` escapes < > & ' for HTML.
+    filters["tojson"] = _tojson
     filters["fromjson"] = _guarded(_fromjson, as_text)
     return environment
 
@@ -422,7 +425,7 @@ def _field_of_row(node: nodes.Node) -> str | None:
 
 
 def _printed(tree: nodes.Template) -> Iterator[str | None]:
-    """Yield, for each printed expression, the column that it prints; None if it is more than a column.
+    """Yield, for each printed expression, the column that it prints; None if it is more than a mere column.
 
     Filters that only change how a value is printed are ignored.
     """
@@ -463,7 +466,8 @@ def unknown_column(
     template must write it.
     """
     similar = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    if not similar:  # `name` may be a part of a longer name, such as `title` of "title en".
+    if not similar:
+        # `name` may be a part of a longer name, such as `title` of "title en".
         similar = [column for column in available if name in column.split() or column.startswith(name)]
     hint = None
     if similar:

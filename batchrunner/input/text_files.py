@@ -125,7 +125,8 @@ def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
 def _json_object(text: bytes) -> dict[str, Any]:
     """Return the object in a JSON text; raise ValueError or RecursionError if the text has no object."""
     try:
-        value = msgspec.json.decode(text)  # msgspec keeps integers of any size
+        # msgspec keeps integers of any size.
+        value = msgspec.json.decode(text)
     except ValueError as failure:
         problem = str(failure)
         if no_number := _NO_NUMBER.search(text):
@@ -157,6 +158,7 @@ def _object_batches(
     `types` has the types of some columns. Raises InputError, with `hint`, if no line has an object;
     `object_name` says what a line should have.
     """
+    # A file without a single good record is refused, because it likely has another format.
     has_good_record = False
     first_bad_record: TextRecord | None = None
     for chunk in in_chunks(records, BATCH_ROWS, lambda record: record.size):
@@ -192,6 +194,7 @@ def _batch_of(
             try:
                 columns[name] = pa.array(values)
             except UNFIT:
+                # The values have no common type.
                 columns[f"{AS_JSON}{name}"] = json_array(values)
         else:
             columns[name], misfits = _typed(values, kind)
@@ -208,7 +211,7 @@ def _batch_of(
 
 
 def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """Convert values to a column of type `kind`; also return the complaints of `fitted_values`.
+    """Convert values to a column of type `kind`; also return a complaint about each value that does not fit.
 
     An empty text becomes null, except in a column of texts.
     """
@@ -221,7 +224,7 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
     """Yield the rows of an Arrow IPC file or stream. The first batch is empty, and tells the schema."""
-    # After its first bytes, a file has the form of a stream, and a footer that is not needed.
+    # After these first bytes, an Arrow file continues like a stream. The footer at its end is not needed.
     if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):
         source.read(ARROW_HEAD_BYTES)
     with pa.ipc.open_stream(source) as stream:

@@ -32,7 +32,8 @@ def read_lines(source: io.BufferedReader) -> Iterator[bytes | None]:
         if len(line) < LONGEST_LINE_BYTES:
             yield line
             continue
-        while line and not line.endswith(b"\n"):  # skip the rest of the line
+        while line and not line.endswith(b"\n"):
+            # Skip the rest of a line that is too long.
             line = source.readline(LONGEST_LINE_BYTES)
         yield None
 
@@ -46,7 +47,7 @@ class LineNumbers:
     first: list[int] = field(default_factory=list)
     """Line numbers of the first lines, at most ITEMS_NAMED."""
     reason: str = ""
-    """Complaint about the first bad line."""
+    """What is wrong with the first bad line."""
 
     def add(self, number: int, reason: str = "") -> None:
         """Add the line with this number. `reason` says what is wrong with the line; "" if nothing is."""

@@ -152,9 +152,9 @@ def _json_rule(job: Job) -> _JsonRule:
         schema_origin = "row"
     elif isinstance(sampling_schema, dict):
         schema_origin, schema = "job", sampling_schema
-    # `accept.json` decides whether answers are checked. If it is unset, they are checked if there is a
-    # schema.
-    is_checked = schema_origin != "none" if accept_json is None else accept_json is not False
+    is_checked = accept_json is not False
+    if accept_json is None:  # Without `accept.json`, only a schema of the row or of the job is checked.
+        is_checked = schema_origin != "none"
     return _JsonRule(is_checked=is_checked, schema_origin=schema_origin, schema=schema)
 
 

@@ -122,11 +122,12 @@ def default_prompt(schema: pa.Schema) -> str:
             hint=f"only rows with exactly 1 text column need none, but these have {len(names)} text columns "
             f"(columns: {columns or 'none'})",
         )
+    # The template has the form `{{ row["NAME"] }}`, because a name may not be a valid variable in Jinja2.
     return f"{{{{ row[{json.dumps(names[0], ensure_ascii=False)}] }}}}"
 
 
 def _anywhere(name: str, value: Any) -> Any:
-    """Return the value of a key of `prompt`. If it is for files, they may lie in any folder by default."""
+    """Return the value of a key of `prompt`. For a key such as `images`, allow all folders by default."""
     expanded = media_part(name, value) if name in KIND_OF_FIELD else None
     return {"folder": "/", **expanded} if isinstance(expanded, Mapping) else value
 

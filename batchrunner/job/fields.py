@@ -159,9 +159,9 @@ class Spec(BaseModel):
             return value  # Sections and functions are validated elsewhere.
         try:
             if not isinstance(value, dict):
-                orjson.dumps(value)  # It refuses integers over 64 bits and texts that are not UTF-8.
+                orjson.dumps(value)  # orjson refuses integers over 64 bits and texts that are not UTF-8.
                 return value
-            json.dumps(value, allow_nan=False, default=str)  # It refuses NaN, which orjson turns into null.
+            json.dumps(value, allow_nan=False, default=str)  # json refuses NaN. orjson would write null.
             return orjson.loads(orjson.dumps(value))
         except (TypeError, ValueError, RecursionError) as failure:
             raise ValueError(f"cannot be written as JSON: {failure}") from None

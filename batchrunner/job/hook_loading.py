@@ -202,7 +202,7 @@ def annotations_for(function: Any, where: str) -> Annotations:
     except ValueError as failure:
         if where != PROMPT:
             raise HookLoadError(str(failure)) from None
-        return Annotations()
+        return Annotations()  # The annotations of `prompt.python` are optional.
     if where == PARSE and not annotations.columns:
         raise HookLoadError(
             "does not declare the columns that it returns: annotate the result with a TypedDict, a "
@@ -219,7 +219,7 @@ def annotations_of(function: Any) -> Annotations:
     """
     inner = getattr(function, "func", function)  # `func` is the function in a functools.partial.
     try:
-        if isinstance(inner, type):  # Calling a class returns an instance of the class.
+        if isinstance(inner, type):  # The function is a class, whose call returns an instance of it.
             hints: dict[str, Any] = {"return": inner}
         else:
             inner = inner if inspect.isroutine(inner) else type(inner).__call__
@@ -227,8 +227,9 @@ def annotations_of(function: Any) -> Annotations:
     except Exception as failure:  # noqa: BLE001 - evaluating an annotation may raise any error
         raise ValueError(f"has an annotation that cannot be read: {failure}") from None
     result_type = hints.pop("return", None)
-    row_type = next(iter(hints.values()), None)  # The type of the first argument.
+    row_type = next(iter(hints.values()), None)  # The first argument of a function may be the row.
     reads = tuple(typing.get_type_hints(row_type)) if typing_extensions.is_typeddict(row_type) else None
+    # A result type such as `X | None` means that the function may return None.
     is_union = typing.get_origin(result_type) in _UNIONS
     members = typing.get_args(result_type) if is_union else (result_type,)
     classes = [member for member in members if member is not types.NoneType]
@@ -265,7 +266,7 @@ def columns_of(kind: Any) -> Columns:
     """
     if not isinstance(kind, type):
         return ()
-    if hasattr(kind, "model_fields"):  # pydantic
+    if hasattr(kind, "model_fields"):  # `kind` is a pydantic model.
         fields = {name: field.annotation for name, field in kind.model_fields.items()}
     elif dataclasses.is_dataclass(kind) or typing_extensions.is_typeddict(kind) or hasattr(kind, "_fields"):
         fields = typing.get_type_hints(kind, include_extras=True)
@@ -310,7 +311,7 @@ def _readable_by_pydantic(annotation: Any, enclosing: tuple[Any, ...]) -> Any:
         return readable[0]  # The column is the same whether or not the key may be missing.
     if origin in _UNIONS:
         return functools.reduce(operator.or_, readable)
-    return origin[readable[0] if len(readable) == 1 else readable]
+    return origin[readable[0] if len(readable) == 1 else readable]  # For example list[X].
 
 
 def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
@@ -322,6 +323,7 @@ def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
     """
     if value is None and annotations.may_be_none:
         value = {}
+    # A NamedTuple, which has `_asdict`, would otherwise become a list.
     fields = plain(value._asdict() if hasattr(value, "_asdict") else value)
     if not isinstance(fields, dict):
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
@@ -349,14 +351,14 @@ def plain(value: Any) -> Any:
 
 def _plain_object(value: Any) -> Any:
     """Convert an object of a type that msgspec does not support; raise TypeError if that is impossible."""
-    for method in ("model_dump", "tolist"):  # pydantic's models have the first, NumPy's values the second.
+    for method in ("model_dump", "tolist"):  # A pydantic model has the first, a value of NumPy the second.
         if hasattr(value, method):
             return plain(getattr(value, method)())
     if isinstance(value, Mapping):
         return plain(dict(value))
     if isinstance(value, Path):
         return str(value)
-    for scalar in (str, int, float):  # msgspec does not convert instances of their subclasses.
+    for scalar in (str, int, float):  # msgspec does not convert instances of subclasses of these types.
         if isinstance(value, scalar):
             return scalar(value)
     raise TypeError(f"{_a(value)} is neither a scalar nor a list or dict of scalars")

@@ -102,7 +102,7 @@ def _engine_tree(source: Any) -> Any:
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
     is_shared_engine = isinstance(source, (str, Path)) and str(source).endswith(".json")
-    if is_shared_engine:  # `open_engine(…, share=…)` writes such a file.
+    if is_shared_engine:  # `open_engine(…, share=…)` writes a JSON file for other processes.
         if not _job_path(source).exists():
             raise JobError(
                 f"engine: {source}: no such file", hint="the program that shares the engine must be running"
@@ -156,6 +156,7 @@ def parse(text: str, where: str) -> Any:
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or first_line(failure)
+        # Quotes do not help if a key is repeated.
         hint = _YAML_HINT if mark and "given twice" not in problem else None
         if r"\t" in problem:
             hint = _TAB_HINT
@@ -225,9 +226,10 @@ def _value_of(text: str, where: str) -> Any:
         return text
     if isinstance(value, str):
         is_changed = value != text.strip()
-        return text if is_changed and not text.lstrip().startswith(_YAML_MARKS) else value
-    if value is None:  # YAML also reads a mere comment as null, but the user means a text such as `# 1`.
-        return value if text.strip().lower() in {"", "~", "null"} else text
+        is_meant_as_yaml = text.lstrip().startswith(_YAML_MARKS)
+        return text if is_changed and not is_meant_as_yaml else value
+    if value is None and text.strip().lower() not in {"", "~", "null"}:
+        return text  # YAML reads `# 1` as a comment and so as null, but the user means the text.
     return value
 
 
@@ -286,7 +288,7 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tupl
     errors_by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for location, error in _in_intended_branches(problems):
         errors_by_path.setdefault(location.path, []).append(error)
-    misspelled_paths = set()  # They have the keys that the user probably meant by unknown keys.
+    misspelled_paths = set()  # For each unknown key, the path of the key that the user probably meant.
     for path, errors in errors_by_path.items():
         if errors[0]["type"] == "extra_forbidden":
             intended_key = _closest(path[-1], _keys(kind, path[:-1]))
@@ -366,7 +368,7 @@ def _location_of(tree: object, problem: ErrorDetails) -> _Location:
     path: tuple[str, ...] = ()
     branches: dict[tuple[str, ...], str] = {}
     is_missing = problem["type"] == "missing"
-    # The last step to a missing key is not in the job, but is no branch of a union. It is added below.
+    # The last step to a missing key is not in the job, but is no branch of a union. The key is added below.
     for step in problem["loc"][:-1] if is_missing else problem["loc"]:
         if isinstance(tree, Mapping) and step in tree:
             path = (*path, str(step))
@@ -375,7 +377,7 @@ def _location_of(tree: object, problem: ErrorDetails) -> _Location:
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
         elif not (isinstance(tree, Mapping) and step == tree.get("kind")):
-            # Not recorded is the branch of an engine that the user chose by `kind`, because it is certain.
+            # The branch of an engine that the user chose by `kind` is not recorded, because it is certain.
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))
@@ -386,7 +388,7 @@ def _nearest(path: Sequence[str], kind: Any) -> str:
     """Return the hint for an unknown key at `path`, in a job or in a section of the class `kind`."""
     *section, key = path
     keys = _keys(kind, section)
-    if key in keys:
+    if key in keys:  # One class of the union has the key, but not the class that the user chose.
         return "this key belongs to another kind of engine: leave it out, or change `kind`"
     hint = _near(key, sorted(keys))
     return f"{hint} (arguments of SGLang go into engine.args)" if section == ["engine"] else hint
@@ -422,6 +424,6 @@ def _keys(kind: Any, path: Sequence[str]) -> set[str]:
     if not path:
         return set(fields)
     key, *steps = path
-    # An index of a list is no step, because `_keys` looks into the type of a list anyway.
+    # Indices of lists are left out, because all items of a list have the same type.
     keys_below = [step for step in steps if not step.isdigit()]
     return _keys(fields.get(key), keys_below)

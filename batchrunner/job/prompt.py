@@ -60,9 +60,8 @@ class PdfSpec(MediaFiles):
     """Column with the documents: bytes of a file, a struct {bytes, path}, a path, a URL or a data URL."""
     pages: FromColumn | Annotated[int, Field(ge=1)] | str = "all"
     """Pages of a document, counted from 1: `all`, a number, or ranges such as `1-3,7`. Pages of a range that
-    a document does not have are left out. `{column: NAME}` takes the pages of each row from a column, which
-    may
-    have page numbers for one row per page."""
+    a document does not have are left out. `{column: NAME}` takes the pages of each row from a column. If that
+    column has numbers, each row has a single page."""
     dpi: Annotated[float, Field(gt=0, le=1200)] = DEFAULT_DPI
     """Resolution of the image of a page in dots per inch. At 150, a page of 8.5 by 11 inches has 2.1 million
     pixels."""
@@ -73,7 +72,7 @@ class PdfSpec(MediaFiles):
     @classmethod
     def _known(cls, pages: Any) -> Any:
         if isinstance(pages, str) and pages != "all":
-            page_ranges(pages)  # It raises ValueError for invalid ranges.
+            page_ranges(pages)  # `page_ranges` raises ValueError for invalid ranges.
         return pages
 
     @property
@@ -114,15 +113,16 @@ class PromptSpec(Spec):
     """Whether the rows are the requests of a batch file."""
 
     images: ImagesSpec | None = None
-    """Columns with images: names, or `columns` with `folder`, `allow_urls`, `placeholder`, `max_pixels`. A
-    template prints a column to place its images. Other images come at the start of the last user message."""
+    """Columns with images: either their names, or a mapping with `columns` and, if needed, `folder`,
+    `allow_urls`, `placeholder` and `max_pixels`. A template prints a column to place its images. Other images
+    come at the start of the last user message."""
     audio: MediaSpec | None = None
     """Columns with audio, written like `images`. Formats: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4, WebM."""
     videos: MediaSpec | None = None
     """Columns with videos, written like `images`. Formats: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg, FLV, WMV."""
     pdf: PdfSpec | None = None
-    """Column with PDF documents, whose pages are sent as images: a name, or `column` with `pages`, `dpi`,
-    `max_pixels`, `folder`, `allow_urls`."""
+    """Column with PDF documents, whose pages are sent as images: either its name, or a mapping with `column`
+    and, if needed, `pages`, `dpi`, `max_pixels`, `folder` and `allow_urls`."""
 
     @field_validator(*KIND_OF_FIELD, mode="before")
     @classmethod
@@ -152,9 +152,8 @@ class PromptSpec(Spec):
     """Jinja2 template of the user message."""
     messages: str | Annotated[list[MessageTemplate], Field(min_length=1)] | None = None
     """Either a list of messages with `role` and a Jinja2 template as `content`, or the name of a column with
-    conversations: lists of `{role, content}` or of ShareGPT's `{from, value}`, also as JSON. If the last
-    message
-    of the list is an assistant message, the answer begins with it."""
+    conversations: lists of `{role, content}` or of ShareGPT's `{from, value}`, also as JSON. If the list of
+    messages ends with an assistant message, the answer begins with that message."""
     continue_: Annotated[bool | None, Field(alias="continue")] = None
     """For conversations in a column that end with an assistant message: begin the answer with this message.
     Unset: leave the message out."""
@@ -219,25 +218,28 @@ class PromptSpec(Spec):
                 f"give exactly one of {', '.join(kinds)} (got {', '.join(kinds_in_job) or 'none'})"
             )
         (kind,) = kinds_in_job
-        # Whether each optional field has an effect on prompts of the job's kind.
+        has_templates = kind in {"user", "text"} or isinstance(self.messages, list)
+        # For each optional field, whether it has an effect on prompts of the job's kind.
         has_effect = {
-            "fields": kind in {"user", "text"} or isinstance(self.messages, list),
+            "fields": has_templates,
             "system": kind == "user",
             "continue_": isinstance(self.messages, str),
             "tools": self.is_chat,
             "chat_template_kwargs": self.is_chat,
             "pdf": kind in {"user", "messages"},
+            # The server tokenizes prompts with tools or files, so that batchrunner cannot truncate them.
             "truncate": self.tools is None and not self.media,
         }
         for name in KIND_OF_FIELD:
             has_effect.setdefault(name, kind in {"user", "messages", "text"})
-        useless = []
-        for name, fits in has_effect.items():
-            if getattr(self, name) is not None and not fits:
-                useless.append(name.rstrip("_"))
-        beside = ", ".join(f"`{key}`" for key in self.model_dump(exclude_none=True) if key not in useless)
-        faults = [f"`{name}` has no effect together with {beside}: leave it out" for name in useless]
-        if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
+        useless_keys = []
+        for name, affects_prompts in has_effect.items():
+            if getattr(self, name) is not None and not affects_prompts:
+                useless_keys.append(name.rstrip("_"))
+        useful_keys = [key for key in self.model_dump(exclude_none=True) if key not in useless_keys]
+        others = ", ".join(f"`{key}`" for key in useful_keys)
+        faults = [f"`{key}` has no effect together with {others}: leave it out" for key in useless_keys]
+        if isinstance(self.messages, list) and all(item.role == "assistant" for item in self.messages):
             faults.append("`messages` has only assistant messages: add a message for the assistant to answer")
         refuse(faults)
         return self

@@ -110,7 +110,7 @@ def _hook(where: str, function: PythonFunction) -> HookFunction:
 def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError if a function returns a column whose name the results use already."""
     used_names = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
-    if facts.where == ROLLOUT:  # Its function may replace the column `turns`.
+    if facts.where == ROLLOUT:  # A rollout function may replace the column `turns`.
         used_names |= {*ROLLOUT_COLUMNS} - {TURNS}
     for name, _ in facts.columns:
         if name in used_names:

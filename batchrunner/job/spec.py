@@ -64,6 +64,7 @@ def given_fields(job: BaseModel) -> list[str]:
         if name in job.model_fields_set and value != field.get_default(call_default_factory=True):
             key = field.alias or name
             keys_below = given_fields(value) if isinstance(value, BaseModel) else []
+            # A value that is no section, or a section without such fields, contributes its own name.
             names += [f"{key}.{key_below}" for key_below in keys_below] or [key]
     return names
 
@@ -76,7 +77,7 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
     refused_fields = [] if task == GENERATE else [*OF_GENERATING]
     if CHOICES in fields:
         refused_fields += [*WHOLE_PROMPTS, "output.softmax"]
-    if task == RerankTask.name:
+    if task == RerankTask.name:  # The server tokenizes each pair of query and document.
         refused_fields += [*WHOLE_PROMPTS, "tokenize"]
     for field in fields:
         owners = [name for name, task_class in TASKS.items() if field in task_class.takes]
@@ -90,7 +91,7 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
     if task == RerankTask.name and DOCUMENTS not in fields:
         yield f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
     has_labels, has_choices = "labels" in fields, CHOICES in fields
-    if task == ScoreTask.name and has_labels == has_choices:
+    if task == ScoreTask.name and has_labels == has_choices:  # Labels and choices are both set or both unset.
         yield f"task: score: needs either labels, which are single tokens, or {CHOICES}"
 
 
@@ -320,7 +321,7 @@ class Job(Spec):
         prompt, sampling, accept = self.prompt, self.sampling, self.accept
         is_rollout = prompt.rollout is not None
         is_background = getattr(self.engine, "background", False)
-        has_samples = sampling.n > 1
+        has_several_completions = sampling.n > 1
         has_tools = prompt.tools is not None
         asks_tool_calls = TOOL_CALLS in self.output.asked
         asks_prompt_logprobs = "prompt_logprobs" in self.output.asked
@@ -334,11 +335,11 @@ class Job(Spec):
             yield "accept: has no condition on answers: give json, regex, expression or python"
         if needs_chat and not prompt.is_chat:
             yield "accept.feedback, sampling.tool_choice and the column tool_calls need a chat prompt"
-        if has_samples and accept.feedback:
+        if has_several_completions and accept.feedback:
             yield "accept.feedback cannot be combined with sampling.n above 1: leave one out"
-        if is_rollout and (has_samples or self.parse is not None or self.output.reuse):
+        if is_rollout and (has_several_completions or self.parse is not None or self.output.reuse):
             yield "prompt.rollout cannot be combined with sampling.n, parse or output.reuse: leave them out"
-        if is_background and (has_samples or self.window != "auto"):
+        if is_background and (has_several_completions or self.window != "auto"):
             yield "engine.background cannot be combined with sampling.n or window: leave them out"
         if asks_prompt_logprobs and (asks_tool_calls or has_tools):
             yield (

@@ -337,6 +337,7 @@ def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None
     logprobs = [logprob for logprob, _, _ in choice_scores if logprob is not None]
     if len(logprobs) < len(choice_ids):
         return None
+    # LOWEST stands for minus infinity, which a sum with other numbers would change.
     return LOWEST if LOWEST in logprobs else math.fsum(logprobs)
 
 
@@ -386,6 +387,7 @@ class RewardTask(NativeTask):
     }
 
     def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
+        """Return the reward, which is the only number of the only prompt."""
         (score,) = _scores([self._only_number(numbers_by_prompt[0])], A_SCORE)
         return {SCORE: score}
 
@@ -408,6 +410,7 @@ class ClassifyTask(NativeTask):
     }
 
     def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
+        """Return the scores of all classes, which are the numbers of the only prompt, and the best class."""
         scores = _scores(numbers_by_prompt[0], A_SCORE)
         best = scores.index(max(score for score in scores if score is not None))
         label = self.names[best] if best < len(self.names) else f"LABEL_{best}"
@@ -593,7 +596,7 @@ class VectorLength:
         """Create an instance that has seen no vector yet."""
         self._length: int | None = None
         self._rows_by_length: defaultdict[int, set[int]] = defaultdict(set)
-        """The rows whose vectors have each length. Rows are added until the expected length is final."""
+        """Rows by the length of their vectors. Rows are added until the expected length is final."""
 
     def refuse_other_lengths(
         self, requests: Sequence[Request], results: Sequence[Completion | RequestError]
@@ -749,6 +752,7 @@ def made_up_columns(task: ForwardTask, request: Request, seed: int, size: int) -
         vector = array("f", [2 * random.random() - 1 for _ in range(task.dimensions or size)])
         return {EMBEDDING: [task.stored(vector)]}
     labels = task.labels if isinstance(task, ScoreTask) else ()
+    # The task has a score for each choice or document, for each label, or for each class.
     count = len(request.items) or len(labels) or _CLASSES
     numbers = softmax([random.random() for _ in range(count)])
     if isinstance(task, ChoiceTask):

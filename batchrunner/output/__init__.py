@@ -2,7 +2,7 @@
 
 Layout: run_dir (`RunDir`, `open_run`), files (atomic writes), run_json (the job and its fingerprint).
 Stores: store (`Store`: a file system or an object store), objects (requests, by obstore), addresses (URIs).
-Tasks: a task is the place of one worker in a run, with a directory and a lock. task_lock (`hold_task`),
+Tasks: a task is one worker's share of a run, with a name, a directory and a lock. task_lock (`hold_task`),
 holder (the process that holds a task), liveness (whether that process runs), discard (`--fresh`).
 Results: writer (`ResultWriter`), parts (Parquet files of results, and their journals), columns, arrow_arrays,
 turns (answers of unfinished rollouts); resume (`read_done`: which rows are done); counts; merge (all results

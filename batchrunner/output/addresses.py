@@ -45,9 +45,9 @@ def store_address(path: str) -> StoreAddress | None:
 
 
 def endpoint_of(address: StoreAddress, storage: StorageSpec) -> str | None:
-    """Return the URL of the store's server: `storage.endpoint`, or for S3 AWS's environment variable.
+    """Return the URL of the store's server: `storage.endpoint`, or for S3 one of AWS's environment variables.
 
-    Return None if none is set. obstore then uses the cloud's own address.
+    Return None if neither is set. obstore then uses the cloud's own address.
     """
     if storage.endpoint:
         return storage.endpoint

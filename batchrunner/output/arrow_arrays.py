@@ -33,8 +33,8 @@ def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 def shown_values(column: pa.Array) -> list[Any]:
     """Return a column as Python values, with substitutes for values that Python cannot represent.
 
-    A time of an unknown zone is given in UTC, a date out of range as text, and invalid UTF-8 with a
-    replacement character for each bad byte.
+    A time with an unknown time zone is converted to UTC. A date out of range becomes text. In invalid UTF-8,
+    a replacement character stands for each bad byte.
     """
     try:
         return list(column.to_pylist())
@@ -48,17 +48,17 @@ def _shown(scalar: Any) -> Any:
     try:
         return scalar.as_py()
     except UNREADABLE:
-        if pt.is_dictionary(kind):  # a dictionary-encoded value, not a dict
+        if pt.is_dictionary(kind):  # The value is from a dictionary-encoded column; it is no dict.
             return _shown(scalar.value)
         return _shown_nested(scalar) if pt.is_nested(kind) else _shown_plain(scalar)
 
 
 def _shown_nested(scalar: Any) -> Any:
-    """Return a struct as a dict, a map as pairs and a list as a list, with substitutes in any of them."""
+    """Return a struct as a dict, a map as pairs and a list as a list, with `_shown` applied to each item."""
     kind = scalar.type
     if pt.is_struct(kind):
         fields = {}
-        for position, field in enumerate(kind):  # by position: two fields may share a name
+        for position, field in enumerate(kind):  # Two fields may have the same name, so look up by position.
             fields[field.name] = _shown(scalar[position])
         return fields
     if pt.is_map(kind):
@@ -67,17 +67,18 @@ def _shown_nested(scalar: Any) -> Any:
 
 
 def _shown_plain(scalar: Any) -> Any:
-    """Return the substitute for a scalar without nested values that Python cannot represent."""
+    """Return the substitute for a scalar, such as a time or a text, that Python cannot represent."""
     kind = scalar.type
     if pt.is_timestamp(kind) and kind.tz is not None:
         if kind.tz != _UTC:
             return _shown(scalar.cast(pa.timestamp(kind.unit, _UTC)))
         # Python could not represent the time even in UTC, so the date is out of range and becomes text.
         return _shown(scalar.cast(pa.timestamp(kind.unit))) + _UTC
-    if pt.is_duration(kind):
+    if pt.is_duration(kind):  # The duration is too long for Python's timedelta.
         return f"{scalar.value} {kind.unit}"
     if pt.is_temporal(kind):
         return scalar.cast(pa.string()).as_py().replace(" ", "T")
+    # The only remaining case is a text with invalid UTF-8.
     return scalar.as_buffer().to_pybytes().decode(errors="replace")
 
 
@@ -88,7 +89,8 @@ def _vectors(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
     number_bytes = _VECTORS[kind]
     lengths = [len(vector) // number_bytes for vector in vectors]
     offsets = list(accumulate(lengths, initial=0))
-    # The first buffer would mark null numbers. Only a whole vector can be null, which `mask` below says.
+    # The first buffer would mark nulls among the numbers. There are none: only a whole vector can be null,
+    # and `mask` below marks those.
     buffers = [None, pa.py_buffer(b"".join(vectors))]
     numbers = pa.Array.from_buffers(kind.value_type, offsets[-1], buffers)
     return pa.ListArray.from_arrays(

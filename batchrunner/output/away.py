@@ -37,7 +37,7 @@ class AwayWait:
         return now - self._failed_at <= self._longest_s
 
     def end(self) -> float | None:
-        """Record a success; return the seconds since the first failure, None if there was no failure."""
+        """Record a success; return the seconds since the first failure, or None if nothing had failed."""
         failed_at, self._failed_at = self._failed_at, None
         return None if failed_at is None else time.monotonic() - failed_at
 
@@ -47,9 +47,9 @@ class DiskWait:
     """Repeats a failing write for a limited time."""
 
     wait_s: float
-    """Seconds after the first failure, from `limits.disk_wait`."""
+    """Time limit in seconds after the first failure, from `limits.disk_wait`."""
     is_over: Callable[[], bool]
-    """Returns True once the run must end at once. A failing write is then not repeated."""
+    """Returns True once the run must end immediately, so that a failing write is not repeated."""
 
     async def write(self, path: Path, write: Callable[[], None]) -> None:
         """Call `write`, which writes `path`, in a thread until it succeeds.

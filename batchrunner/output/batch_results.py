@@ -70,9 +70,10 @@ def publish(
     for each request, in the order of the batch file. A request without a result then gets that error. Raises
     StorageError, and ResumeError if a part file is damaged.
     """
-    release_unused()  # Arrow still keeps memory of the run that has just ended.
+    release_unused()  # Arrow's pool still keeps memory of the run that has just ended.
     run_json = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)
-    # A batch that was cancelled before its run began has no run.json, and no results either.
+    # A batch that was cancelled before its run began has no run.json and no results. The directory's name
+    # then replaces the digest of the input.
     digest = run_json["fingerprint"]["files"][0]["digest"] if run_json else run_dir.name
     errors = errors or results
     try:
@@ -86,12 +87,13 @@ def publish(
                 rows = _with_unanswered(rows, unanswered)
             published = _write_lines(rows, digest, files, results=results, errors=errors)
             if run_json and published.completed + published.failed < run_json["rows_total"]:
-                # An exception leaves the block, so the incomplete files do not appear.
+                # An exception leaves the `with` block, so that the incomplete files are deleted.
                 raise NoResultYetError  # noqa: TRY301
     except NoResultYetError:
         return None
     except OutputError as failure:
-        # The temporary files of the merge could not be written: the disk fails, the batch is not at fault.
+        # An OutputError means that the temporary files of the merge could not be written. The disk is at
+        # fault, not the paths of the batch.
         raise StorageError(failure.message, hint=failure.hint) from None
     return published
 
@@ -99,7 +101,10 @@ def publish(
 def _write_lines(
     rows: Iterator[dict[str, Any]], digest: str, files: dict[Path, Any], *, results: Path, errors: Path
 ) -> Published:
-    """Write the line of each row to the open file for its outcome; return the totals."""
+    """Write the line of each row to one of the open `files`; return the totals.
+
+    The line of a row with an error goes to `files[errors]`, any other line to `files[results]`.
+    """
     total, failed, tokens = 0, 0, Counter[str]()
     while chunk := [*islice(rows, CHUNK_ROWS)]:
         lines: dict[Path, list[bytes]] = {path: [] for path in files}
@@ -128,11 +133,14 @@ def _result_rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
 
 
 def _with_unanswered(
-    results: Iterator[dict[str, Any]], unanswered: Iterable[tuple[str | None, str]]
+    results: Iterator[dict[str, Any]], errors_if_unanswered: Iterable[tuple[str | None, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each request of a batch file: its result, or its error in `unanswered`."""
+    """Yield a row for each request of a batch file: its result, or else its error.
+
+    `errors_if_unanswered` has the custom_id of each request, and the error that it gets without a result.
+    """
     result = next(results, None)
-    for number, (custom_id, error) in enumerate(unanswered):
+    for number, (custom_id, error) in enumerate(errors_if_unanswered):
         if result is not None and result["row"] == number:
             yield result
             result = next(results, None)
@@ -186,7 +194,8 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
     """Return HTTP status, response body and error of a failed row; the status is 0 if no server answered."""
     error = row["error"]
     status, message = status_in(error)
-    # A row without an attempt was invalid before it was sent. A server refused a row with a status below 500.
+    # A row without an attempt was invalid, so it was not sent. A status below 500 means that a server refused
+    # the row.
     is_refused = row["attempts"] == 0 or 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR
     code = _CODES.get(error) or ("invalid_request" if is_refused else "request_failed")
     body = _error_body(
@@ -196,14 +205,14 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
 
 
 def _error_body(body: Any, error: dict[str, Any]) -> Any:
-    """Return the response body of a failed request with an `error` object, as OpenAI's API has it.
+    """Return the response body of a failed request in OpenAI's form, with an object `error`.
 
-    `error` is that object if the `body` itself describes no error.
+    An error that the body itself describes is kept. Otherwise the argument `error` is added.
     """
     if not isinstance(body, dict):
         return {"error": error}
     if isinstance(body.get("error"), dict):
         return body
-    if isinstance(body.get("message"), str):  # SGLang has the fields of the error at the top level
+    if isinstance(body.get("message"), str):  # SGLang puts the fields of the error at the top level.
         return {"error": body}
     return {**body, "error": error}

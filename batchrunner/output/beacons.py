@@ -33,8 +33,8 @@ from batchrunner.output.store import Store
 
 _NAME = re.compile(r"alive\.(.+)\.([0-9a-f]+)\.(\d{6,})")
 OWNERS_READ = 8
-"""Maximum number of workers whose `owner` is read after a listing. This finds a worker of the same machine
-that was killed, without waiting for its heartbeats."""
+"""Maximum number of workers whose `owner` is read after a listing, the longest silent ones. `owner` shows at
+once that a worker on this machine was killed, whereas its heartbeats show it only after DEAD_AFTER_S."""
 SILENCE_S = DEAD_AFTER_S - 5.0
 """Seconds since the last heartbeat after which a worker is dead. An observer takes a heartbeat to be later
 than it was, by up to the 5 s between two heartbeats. So a take-over begins within DEAD_AFTER_S of a death."""
@@ -44,7 +44,7 @@ class Beacon:
     """The beacon of this worker. Its methods may be called from several threads."""
 
     def __init__(self, directory: Path, task: str, token: str, store: Store) -> None:
-        """`directory` contains the leases, and `token` is that of the worker's lock (`TaskLock.token`)."""
+        """Create no file yet. `directory` contains the leases; `token` is `TaskLock.token` of the worker."""
         self._directory = directory
         self._prefix = f"alive.{task}.{token}"
         self._store = store
@@ -97,9 +97,9 @@ class _Sighting:
     offset: float
     """Time by the observer's clock minus `seconds`, when a listing first had this name."""
     has_moved: bool = False
-    """Whether the worker was seen to rename its beacon."""
+    """Whether this watch has seen the worker rename its beacon."""
     names: list[str] = field(default_factory=list)
-    """Names of the beacon in the last listing."""
+    """Names of the beacon in the last listing: one, or two after an interrupted rename in an object store."""
 
     @classmethod
     def first(cls, token: str, seconds: int, now: float) -> _Sighting:
@@ -124,7 +124,7 @@ class BeaconWatch:
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        """`run_dir` is the run as this worker sees it."""
+        """Watch the other workers of a run. `run_dir` is the RunDir of this worker."""
         self._run_dir = run_dir
         self._me: LockHolder = this_process()
         self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S
@@ -132,11 +132,11 @@ class BeaconWatch:
         """Time of the last look."""
         self._sightings: dict[str, _Sighting] = {}
         self._monitors: dict[str, LivenessMonitor] = {}
-        """Monitors of workers without a beacon, and of processes that hold the lock of a dead worker."""
+        """Monitors of workers without a beacon, and of processes that took over the lock of a dead worker."""
         self._runs: dict[str, bool | None] = {}
         """Whether each worker runs; None if that is not clear yet."""
         self._owners: dict[str, bytes] = {}
-        """The last content of `owner` that was read, by worker."""
+        """Content of each worker's `owner` when it was last read."""
 
     def __len__(self) -> int:
         """Return the number of workers that hold leases."""
@@ -144,7 +144,7 @@ class BeaconWatch:
 
     @property
     def dead(self) -> list[str]:
-        """Names of the workers that are dead for sure."""
+        """Names of the workers that are known to be dead."""
         return sorted(task for task, runs in self._runs.items() if runs is False)
 
     @property
@@ -153,7 +153,7 @@ class BeaconWatch:
         return all(self._runs.values())
 
     def owner_content(self, task: str) -> bytes:
-        """Return the content of `owner` from which a worker was judged to be dead."""
+        """Return the content that a dead worker's `owner` had when the worker was judged to be dead."""
         return self._owners[task]
 
     def seconds_to_verdict(self) -> float:
@@ -188,6 +188,7 @@ class BeaconWatch:
             sighting.names = [name for _, _, name in beacons_of_task]
             self._sightings[task] = sighting
         self._looked_at = now
+        # A recent rename that this watch has seen proves that a worker runs.
         self._runs = {
             task: True if self._is_fresh(sighting) else None for task, sighting in self._sightings.items()
         }

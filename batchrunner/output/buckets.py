@@ -21,10 +21,10 @@ class Buckets:
     """Directory of the bucket files."""
     column: str
     ends: Sequence[int]
-    """Exclusive upper bounds of the buckets in ascending order: bucket i holds the numbers below `ends[i]`
-    that are not below `ends[i - 1]`. The last bound exceeds all numbers."""
+    """Exclusive upper bounds of the buckets in ascending order. Bucket i holds the numbers from `ends[i - 1]`
+    to `ends[i]`, without the latter. The last bound exceeds all numbers."""
     buffer_bytes: int = BUFFER_BYTES
-    """Size in bytes of the buffered rows at which they are partitioned."""
+    """Size in bytes of the buffered rows at which they are written to the files of their buckets."""
     _buffer: list[pa.Table] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
 
@@ -36,7 +36,7 @@ class Buckets:
             self._partition()
 
     def take(self) -> Iterator[pa.Table]:
-        """Yield the sorted rows of each bucket in turn, and delete its file after that. Raises OSError."""
+        """Yield the sorted rows of one bucket after another, and then delete its file. Raises OSError."""
         self._partition()
         for path in sorted(self.directory.glob("bucket-*.arrows")):
             yield _sorted_rows(path, self.column)

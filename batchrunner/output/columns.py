@@ -67,10 +67,11 @@ OF_THE_PROMPT = {"prompt_logprobs"}
 
 
 def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
-    """Return the schema of the part files of this attempt: `row`, the `carried` input columns, the results.
+    """Return the schema of the part files of this attempt.
 
-    If a row has several completions, a column that describes them is a list with a value for each completion.
-    A task without decoding has no text columns.
+    The columns are `row`, the `carried` input columns, and the other result columns. If rows have several
+    completions, a column that describes them is a list with a value for each completion. A task without
+    decoding has no text columns.
     """
 
     def per_completion(kind: pa.DataType) -> pa.DataType:
@@ -87,7 +88,7 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
         "attempts": pa.int32(),
         "error": pa.string(),
     }
-    # The input columns come right after `row`, the first of the result columns.
+    # `row` is the first of RESULT_COLUMNS. The carried input columns come between it and the others.
     row, *results = (name for name in RESULT_COLUMNS if plan.task is None or name not in OF_TEXTS)
     fields = [
         pa.field(row, types[row], nullable=False),
@@ -111,7 +112,7 @@ def has_texts(schema: pa.Schema) -> bool:
 def rows_made(outcome: Outcome) -> list[Outcome]:
     """Return one outcome for each result row that a rollout function returned.
 
-    Return a list of only `outcome` if the function returned no rows.
+    If the function returned no rows, return `outcome` itself in a list.
     """
     completion = outcome.completion
     values_of_rows = completion.columns.get(MADE_ROWS) if completion is not None else None
@@ -123,6 +124,7 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
             **completion.columns,
             RETURNED: [msgspec.json.encode(values).decode()],
             "rollout": [number],
+            # The function's values come last, so that they replace columns of the same names.
             **{name: [value] for name, value in values.items()},
         }
         rows.append(outcome._replace(completion=completion._replace(columns=columns)))
@@ -131,7 +133,7 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
 
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
     """Convert outcomes, in their order, to a table with the schema of a part file."""
-    if plan.asked is not None:  # only a job with rollouts sets it
+    if plan.asked is not None:  # The job has rollouts, each of which may return several rows.
         outcomes = [*chain.from_iterable(map(rows_made, outcomes))]
     is_single = plan.samples == 1
     # Transpose all outcomes at once, because reading each field of each outcome takes four times as long.
@@ -142,7 +144,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     def of_completions(values: Sequence[Any]) -> list[Any]:
         if is_single:
             return [value[0] for value in values]
-        # The list of a row without an answer is null. It does not hold the values of NO_ANSWER.
+        # A row without an answer gets null in place of a list with the values of NO_ANSWER.
         return [value if completion else None for value, completion in zip(values, completions, strict=True)]
 
     values: dict[str, Sequence[Any]] = {
@@ -157,7 +159,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         values["output"] = of_completions(texts)
         values["finish_reason"] = of_completions(reasons)
         values["completion_tokens"] = of_completions(counts)
-        # A row that `prompt.python` left out has no answer, but a finish reason of its own.
+        # A row that `prompt.python` left out has no answer, but has the finish reason LEFT_OUT.
         if None in values["finish_reason"]:
             left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
             values["finish_reason"] = [
@@ -167,12 +169,13 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     if REQUEST_DIGEST in schema.names:
         values[REQUEST_DIGEST] = [ref.digests and ref.digests[ref.position] for ref in refs]
     for name in plan.names:
-        # An answer has a list with a value for each completion, or None if it lacks the column.
+        # Each answer has a list with a value for each completion, or None if it lacks this column.
         lists = [answer.columns.get(name) for answer in answers]
         if is_single or name in OF_THE_PROMPT:
             values[name] = [None if items is None else items[0] for items in lists]
         else:
             values[name] = lists
+    # The columns of the schema that have no values yet are the carried input columns.
     has_carried = bool({*schema.names} - values.keys())
     carried = _carried(refs) if has_carried else pa.table({})
     arrays = [
@@ -183,11 +186,11 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
 
 
 def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
-    """Infer names and types of the result columns from the values that a rollout function returned.
+    """Infer names and types of result columns from all values that a rollout function returned.
 
-    This is for functions without annotation. Objects, such as the messages of a chat, become structs. If one
-    of their properties has values of several types, the column becomes JSON. A column that mixes text with
-    other types becomes JSON, in which texts are quoted; a warning says so.
+    This is for functions that do not declare their columns by annotations. Objects, such as the messages of a
+    chat, become structs. A column becomes JSON if its values, or those of a property of its objects, have
+    several types. In such a column, texts have quotes, about which a warning is logged.
     """
     columns: dict[str, ColumnKind] = {}
     columns_with_texts: set[str] = set()
@@ -209,9 +212,9 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
 
 
 def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
-    """Return a table in which each value that the rollout function returned has a column of its own.
+    """Return a table in which the column RETURNED is replaced by a column for each value in its JSON objects.
 
-    Such a column replaces an input column of the same name. `kinds` are the columns' types.
+    `kinds` has the names and types of the new columns. They replace input columns of the same names.
     """
     rows = _returned(table)
     table = table.drop_columns([*{RETURNED, *kinds}.intersection(table.column_names)])
@@ -229,8 +232,8 @@ def _returned(table: pa.Table) -> list[dict[str, Any]]:
 def _carried(refs: Sequence[RowRef]) -> pa.Table:
     """Collect the input columns to copy into the results of these rows, in the order of `refs`.
 
-    The rows of a batch are taken from it in one call, which is much faster than a call for each row. The
-    resulting table is grouped by batch, so a second call restores the order of `refs`.
+    All rows of a batch are taken in one call, which is much faster than a call for each row. The resulting
+    table is grouped by batch, so a final call of `take` restores the order of `refs`.
     """
     batches: dict[int, pa.RecordBatch] = {}
     positions_in_batch: defaultdict[int, list[int]] = defaultdict(list)

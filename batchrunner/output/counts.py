@@ -50,7 +50,8 @@ class Failures:
 
     def add(self, row: int, error: str) -> None:
         """Count one failed row."""
-        error = error.encode("utf-8", "replace").decode()  # An answer may contain half a surrogate pair.
+        # The error may quote half a surrogate pair from an answer, which JSON files cannot hold.
+        error = error.encode("utf-8", "replace").decode()
         self._count(_DIGITS.sub("N", _QUOTED.sub("'…'", error)), 1, (row, error))
 
     def _count(self, group: str, count: int, example: tuple[int, str]) -> None:
@@ -70,10 +71,11 @@ class Failures:
 
     def summary(self) -> list[dict[str, object]]:
         """Return the groups for report.json, the largest first."""
-        return [
-            {"rows": self.rows[group], "example_row": row, "example": example}
-            for group, (row, example) in sorted(self.examples.items(), key=lambda item: -self.rows[item[0]])
-        ]
+        summary: list[dict[str, object]] = []
+        for group in sorted(self.examples, key=lambda group: -self.rows[group]):
+            row, example = self.examples[group]
+            summary.append({"rows": self.rows[group], "example_row": row, "example": example})
+        return summary
 
 
 class Rejected(NamedTuple):
@@ -90,7 +92,7 @@ class AskedAgain(NamedTuple):
     """Number of answers, rejected ones included."""
     rejected: tuple[Rejected, ...]
     is_good: bool | None
-    """Whether the last answer is good; None if the row ended before the next answer came."""
+    """Whether the last answer is good; None if the row ended while a further answer was awaited."""
     prompt_tokens: int
     """Prompt tokens of the last answer."""
 
@@ -104,7 +106,7 @@ class CheckCounts:
     asked_again: int = 0
     """Number of requests that were sent because an earlier answer was rejected."""
     rows_mended: int = 0
-    """Number of rows with a good answer after a rejected answer."""
+    """Number of rows with a rejected answer whose last answer is good."""
     rows_failed: int = 0
     """Number of rows that failed because their last answer was rejected."""
     output_tokens: int = 0
@@ -120,17 +122,19 @@ class CheckCounts:
         """
         discarded_tokens = 0
         columns = outcome.completion.columns if outcome.completion is not None else {}
-        # A rollout has a record for each of its requests, any other row has at most one.
+        # A rollout has a record for each request whose first answer was rejected. Any other row has at most
+        # one record.
         for asks, rejected, is_good, prompt_tokens in columns.get(ASKED_AGAIN, ()):
             self.rows_asked_again += asks > 1
             self.asked_again += asks - 1
             self.rows_mended += is_good is True and asks > 1
             self.rows_failed += is_good is False
+            # All requests of a row have about as many prompt tokens as the last one.
             self.prompt_tokens += (asks - 1) * prompt_tokens
             for complaint, tokens in rejected:
                 self.causes.add(outcome.ref.row, complaint)
                 self.output_tokens += tokens
-            # The result of a failed row contains its last rejected answer, so that answer is not discarded.
+            # The result of a failed row contains the last rejected answer, so only the others are discarded.
             discarded = rejected if is_good else rejected[:-1]
             discarded_tokens += sum(tokens for _, tokens in discarded)
         return discarded_tokens
@@ -162,15 +166,15 @@ class RowCounts:
     prompt_tokens: int = 0
     """Prompt tokens of the final answers. `duplicates` and `reused` add no tokens."""
     cached_tokens: int = 0
-    """Those of `prompt_tokens` that came from the prefix cache."""
+    """Number of the `prompt_tokens` that came from the prefix cache."""
     duplicates: int = 0
-    """Number of rows that were not sent because they have the answer of an equal row."""
+    """Number of rows that were not sent because they share the answer of an equal row."""
     reused: int = 0
-    """Number of rows that were not sent because an equal request of another run has an answer."""
+    """Number of rows that were not sent because another run has the answer to an equal request."""
     left_out: int = 0
     """Number of rows in `ok` that `prompt.python` left out, so that they have no answer."""
     retries: int = 0
-    """Number of attempts after the first attempt of each row."""
+    """Total number of attempts, without the first attempt of each row."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Failures = field(default_factory=Failures)
     checks: CheckCounts = field(default_factory=CheckCounts)
@@ -199,23 +203,23 @@ class RowCounts:
             reasons = _finish_reasons(completion)
             for reason in reasons:
                 is_new = reason not in self.finish_reasons
-                # The number of reasons is limited, because a faulty server may report ever new ones.
+                # The number of different reasons is limited, because a faulty server may invent endless ones.
                 group = OTHER if is_new and len(self.finish_reasons) >= MOST_GROUPS else reason
                 self.finish_reasons[group] += 1
             if completion is None:
                 self.left_out += 1
-            elif attempts == 0:  # the row has the answer of an equal row
+            elif attempts == 0:  # The row was not sent, because it shares the answer of an equal row.
                 self.duplicates += 1
             if CUT in reasons:
                 self.cut += 1
             if completion is not None and completion.thinking_cut:
                 self.thinking_cut += 1
-        if completion is None or attempts == 0:  # the engine generated no token for this row
+        if completion is None or attempts == 0:  # The engine has generated no token for this row.
             return
         self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
-        if attempts > 1 or error is not None:  # Otherwise no answer was rejected.
+        if attempts > 1 or error is not None:  # Otherwise the first answer of the row was accepted.
             self.output_tokens += self.checks.add(outcome)
 
     def __add__(self, other: RowCounts) -> RowCounts:
@@ -227,6 +231,7 @@ def _finish_reasons(completion: Completion | None) -> Sequence[str]:
     """Return the finish reason of each output of a row, or why the row has no output."""
     if completion is None:
         return (LEFT_OUT,)
+    # Among rows without an error, only a rollout that sent no request has a completion without a text.
     missing = NO_REQUEST if None in completion.texts else NOT_REPORTED
     return [reason or missing for reason in completion.finish_reasons]
 
@@ -240,8 +245,8 @@ class TableCounts(NamedTuple):
     """Counts of the rows that failed."""
 
 
-# The decoder is made at import, because msgspec inspects a type at its first use, and crashes if two threads
-# do that at the same time.
+# The decoder is created at import, because msgspec inspects a type at its first use, and crashes if two
+# threads do so at the same time.
 _read_counts = msgspec.json.Decoder(TableCounts, dec_hook=lambda kind, value: kind(value))
 
 

@@ -34,20 +34,20 @@ Sleep = Callable[[float], None]
 def check_nobody_works(run_dir: RunDir, sleep: Sleep) -> None:
     """Raise TaskHeldError if another worker is running, because its results must not be discarded.
 
-    Workers on other machines are watched at the same time. The lock of a dead worker is released, so that no
-    later start waits for that worker again. A worker that takes its lock after this check finds the file
-    `discarding`.
+    Workers on other machines are all watched at the same time. The lock of a dead worker is released, so that
+    no later start waits for that worker again. A worker that starts after this check finds the file
+    `discarding`, and waits.
     """
     with using_run(f"output.path {run_dir.name}"):
         tasks = run_dir.other_tasks()
         monitors = {f"{run_dir.name}/tasks/{task.task}": monitor_of(task) for task in tasks}
         for monitor in monitors.values():
-            monitor.poll()
+            monitor.poll()  # It reads `owner`.
         held_tasks = {place: monitor for place, monitor in monitors.items() if monitor.owner_content}
         wait_until_dead(held_tasks, sleep)
     for task, monitor in zip(tasks, monitors.values(), strict=True):
         if monitor.owner_content:
-            # Taking the lock of the dead worker over and releasing it deletes its name.
+            # Take the dead worker's lock over and release it, which deletes the file or object `owner`.
             with hold_task(task, sleep, dead_owner=monitor.owner_content):
                 pass
 
@@ -65,7 +65,7 @@ def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
         try:
             check_nobody_works(run_dir, sleep)
         except BaseException:
-            run_dir.store.remove(run_dir.discarding)  # Nothing is deleted yet, so the run stays usable.
+            run_dir.store.remove(run_dir.discarding)  # No result was deleted, so the run is still usable.
             raise
         _discard_rest(run_dir, lock)
 
@@ -79,7 +79,7 @@ def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
 
 @contextlib.contextmanager
 def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
-    """Hold the lock of this task (`hold_task`). First finish an interrupted discard, or wait for its end.
+    """Hold the lock of this task (`hold_task`). If the run is being discarded, first finish or await that.
 
     Raises TaskHeldError if a running process holds the task, OutputError or StorageError if nothing can be
     written.
@@ -87,18 +87,19 @@ def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
     while True:
         _finish_discarding(run_dir, sleep)
         with hold_task(run_dir, sleep) as lock:
-            if not run_dir.is_being_discarded():  # Another start may have begun a discard in between.
+            # Another start may have begun a discard before this process got the lock.
+            if not run_dir.is_being_discarded():
                 yield lock
                 return
 
 
 def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
-    """Finish the discard of a start that died. Wait while another process holds the main task."""
+    """Finish a discard whose process has died. While a running process holds the main task, wait for it."""
     main = run_dir.of_task()
     while run_dir.is_being_discarded():
         try:
             with hold_task(main, sleep) as lock, writing(run_dir.path):
-                if main.is_being_discarded():  # The previous holder may have finished the discard.
+                if main.is_being_discarded():  # Another process may have finished the discard meanwhile.
                     log.warning(
                         "%s: an earlier start with --fresh was stopped: discarding the remaining files",
                         run_dir.name,

@@ -78,7 +78,7 @@ class EventLog:
         line_break = b""
         if self._lost:
             line["events_lost"] = self._lost
-            # A full disk may have torn the line of a lost event. This event begins on a new line.
+            # The lost event may have left an incomplete line, so this event begins on a new line.
             line_break = b"\n"
         content = line_break + json_line(line, default=str)
         try:
@@ -114,7 +114,8 @@ def attempt_spans(path: Path) -> list[tuple[float, float]]:
     for line in _lines(path):
         if head := _HEAD.match(line):
             time_s = float(head[1])
-            if head[2] == b"start" or not spans:  # a crash may have torn the line of the first `start`
+            # The first line may lack `start`, because a crash may have torn the line with it.
+            if head[2] == b"start" or not spans:
                 spans.append((time_s, time_s))
             spans[-1] = (spans[-1][0], max(spans[-1][1], time_s))
     return spans
@@ -134,15 +135,17 @@ def last_sample(path: Path) -> LoggedSample | None:
     for line in _last_lines(path):
         head = _HEAD.match(line)
         if head and head[2] == b"sample":
-            with contextlib.suppress(msgspec.DecodeError):  # A crash has torn this line, so try an older one.
+            with contextlib.suppress(msgspec.DecodeError):  # If a crash has torn this line, try an older one.
                 return read_sample(line)
     return None
 
 
 def last_reason(path: Path) -> str | None:
     """Return why the newest attempt of a log ended; None if it runs or was killed."""
-    ends = (event for event in _last_events(path) if event["event"] in {"start", "end"})
-    return next((event.get("reason") or None for event in ends), None)
+    for event in _last_events(path):
+        if event["event"] in {"start", "end"}:  # A `start` has no reason: its attempt has not ended.
+            return event.get("reason") or None
+    return None
 
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:
@@ -151,7 +154,7 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines in the last TAIL_BYTES of a log, newest first."""
+    """Yield the lines in the last TAIL_BYTES of a log, newest first. The oldest may lack its beginning."""
     lines: list[bytes] = []
     with contextlib.suppress(*_NO_LOG), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -178,7 +181,7 @@ def uploading_logs(run_dir: RunDir) -> Iterator[None]:
     if run_dir.store.objects is None:
         yield
         return
-    # Of each log: its size in bytes at the last upload, and the time of that upload on the monotonic clock.
+    # For each log, its size in bytes at the last upload, and the time of that upload on the monotonic clock.
     uploads: dict[Path, tuple[int, float]] = {}
     upload = functools.partial(_upload_logs, run_dir, uploads)
     try:
@@ -189,9 +192,9 @@ def uploading_logs(run_dir: RunDir) -> Iterator[None]:
 
 
 def _upload_logs(run_dir: RunDir, uploads: dict[Path, tuple[int, float]], *, at_end: bool = False) -> None:
-    """Upload the logs that have grown since their last upload; a long log is uploaded less often.
+    """Upload the logs that have changed since their last upload, but none faster than UPLOADED_PER_S.
 
-    `uploads` is updated. With `at_end`, upload a log that has grown even if it was uploaded recently.
+    `uploads` has the last upload of each log and is updated. With `at_end`, the rate is not limited.
     """
     for path in (run_dir.events, *sorted(run_dir.log_directory.glob("*.log"))):
         with contextlib.suppress(FileNotFoundError):

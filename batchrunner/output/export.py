@@ -20,16 +20,16 @@ from batchrunner.output.arrow_arrays import arrow_array, shown_values
 from batchrunner.output.files import json_line
 
 CHUNK_ROWS = 1024
-"""Rows that are converted to Python values at a time."""
+"""Number of rows that are converted to Python values at a time."""
 
 
 def export_format(file: str) -> FileFormat:
-    """Return the format that a file's ending names; raises OutputError for another ending."""
+    """Return the format that a file's ending names; raises OutputError for an unknown ending."""
     file_format = known_format(file)
     if file_format is None:
         endings, compressions = ", ".join(ENDINGS), ", ".join(COMPRESSIONS)
         raise OutputError(
-            f"{file}: the ending of the file's name is not that of a known format",
+            f"{file}: unknown file format",
             hint=f"use one of {endings}; all but .parquet may be followed by {compressions}",
         )
     return file_format
@@ -42,7 +42,7 @@ def export_tables(tables: Iterator[pa.Table], path: Path, file_format: FileForma
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(open_to_write(path, file_format.compression))
         for table in tables:
-            if write is None:  # the first table has the schema
+            if write is None:  # The writer needs the schema, which the first table has.
                 write = stack.enter_context(_table_writer(file_format, stream, table.schema))
             write(table)
             rows += distinct_rows(table)
@@ -76,6 +76,7 @@ def _table_writer(
     elif file_format.kind == "Arrow":
         new_writer = pa.ipc.new_stream if file_format.ending == ".arrows" else pa.ipc.new_file
         with new_writer(stream, schema) as arrow:
+            # Readers load a whole record batch, so batches are kept small.
             yield functools.partial(arrow.write_table, max_chunksize=8 * CHUNK_ROWS)
     elif file_format.kind == "JSON Lines":
         yield functools.partial(_write_json_lines, stream)
@@ -119,7 +120,7 @@ def _fits_csv(kind: pa.DataType) -> bool:
 
 
 def _csv_text(value: Any) -> str | None:
-    """Return the text of a CSV field: JSON for a list or dict, and the bare value for a time or bytes."""
+    """Return the text of a CSV field: JSON for a list or dict; for other values, JSON without its quotes."""
     if value is None or isinstance(value, str):
         return value
     text = orjson.dumps(value, default=_json_default, option=orjson.OPT_NON_STR_KEYS).decode()

@@ -40,7 +40,8 @@ def whole_file(
     replaces an existing file; `link_new` and `link_part` raise FileExistsError for an existing file.
     """
     temporary = path.with_name(f".{path.name}{writer and '.'}{writer}{TEMPORARY}")
-    # A temporary file of an earlier attempt may be a link to a published file, which writing would change.
+    # A temporary file of an earlier attempt may be a hard link to a published file. Writing to it would
+    # change the published file, so it is deleted first.
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -56,8 +57,8 @@ def link_new(temporary: Path, path: Path) -> None:
     """Give a file the new name `path`. Raises FileExistsError if another process has taken the name.
 
     The name is a hard link, which an NFS server creates for exactly one of several clients. If the server's
-    reply is lost, the client repeats the call, and that call fails although the first call succeeded. The
-    number of the file's links then shows that it did.
+    reply is lost, the client repeats the call. The second call fails although the first call succeeded, which
+    the number of the file's links shows.
     """
     try:
         path.hardlink_to(temporary)
@@ -67,10 +68,10 @@ def link_new(temporary: Path, path: Path) -> None:
 
 
 def link_part(temporary: Path, path: Path) -> None:
-    """Give a file the new name `path` as `link_new` does, but also on a file system without hard links.
+    """Do the same as `link_new`, but also on a file system without hard links.
 
-    On such a file system the name is first checked and then taken. That is safe for a part file (a Parquet
-    file of results), because only one task uses its name.
+    Without hard links, the name is checked and then taken in two steps. This is safe for a part file (a
+    Parquet file of results), because only one task uses its name.
     """
     try:
         link_new(temporary, path)
@@ -211,7 +212,7 @@ def _is_locked_elsewhere(file: IO[bytes]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks
+    except OSError:  # The file system has no locks.
         return False
     return False
 
@@ -220,7 +221,7 @@ def _bytes_of_files(directory: Path, pattern: str) -> int:
     """Return the total size in bytes of the files that match a pattern."""
     size = 0
     for file in directory.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):  # the file was renamed just now
+        with contextlib.suppress(FileNotFoundError):  # The other process may have just renamed the file.
             size += file.stat().st_size
     return size
 
@@ -229,12 +230,12 @@ def _bytes_of_files(directory: Path, pattern: str) -> int:
 def using_run(name: str) -> Iterator[None]:
     """Turn an OSError of the block into an OutputError that names the run.
 
-    If the run's object store may soon be available again, raise StoreAwayError instead, which callers wait
-    out.
+    If the run's object store may soon be available again, raise StoreAwayError instead, so that callers can
+    try again later.
     """
     try:
         yield
-    except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
+    except (OSError, ValueError) as failure:  # A null byte in a path raises ValueError.
         why = getattr(failure, "strerror", None) or failure
         raise or_away(OutputError(f"{name}: cannot be used: {why}"), failure) from None
 

@@ -38,32 +38,35 @@ class LockHolder:
     started: str
     """Start time of the process in kernel ticks; distinguishes processes that had the same ID."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random hexadecimal name of the holder, which the names of its journals and temporary files contain."""
+    """Random hexadecimal name of the holder. It is a part of the names of its journals and temporary
+    files."""
     beats: int = 0
-    """Number of heartbeats so far. Only a lock in an object store counts them here, because it has no file
-    `heartbeat`."""
+    """Number of heartbeats so far, if the lock is in an object store, which has no file `heartbeat`. Always 0
+    on a file system."""
     is_clean: bool = False
     """Whether the holder of a lock in an object store had written all its rows when it released the task."""
 
     def __str__(self) -> str:
-        """Return the name of the process in messages."""
+        """Return the name of the process for messages."""
         return f"batchrun with pid {self.pid} on {self.host}"
 
     def is_dead(self, observer: LockHolder) -> bool | None:
-        """Return whether the process has ended; None if the `observer` cannot tell.
+        """Return whether the process has ended; None if `observer`, the process that asks, cannot tell.
 
-        A holder that is this process counts as dead if HELD_HERE lacks its token, because this process gave
-        that lock up but could not release it.
+        If the holder is this very process, but HELD_HERE lacks the holder's token, the holder counts as dead:
+        this process has given up the lock, but could not release it.
         """
         if self.pid == ABANDONED_PID:
             return True
         if (self.host, self.machine) != (observer.host, observer.machine) or not self.boot:
-            return None  # the process may run on another machine
+            return None  # The process may run on another machine.
         if self.boot != observer.boot:
-            # The machine has restarted since. Without an ID, it may be another machine with the same name.
+            # The machine has restarted since then. If its ID is unknown, it may be another machine of that
+            # name.
             return True if self.machine else None
         if self.namespace != observer.namespace:
-            return None  # the process ID belongs to another container
+            return None  # `pid` belongs to another container, so it cannot be looked up here.
+        # If the start time differs, the holder has ended, and another process may now have the same `pid`.
         is_other_process = _start_time(self.pid) != self.started
         return is_other_process or (self.pid == os.getpid() and self.token not in HELD_HERE)
 

@@ -27,9 +27,9 @@ DEAD_AFTER_S = 75.0
 UNNAMED_AFTER_S = 5.0
 """Seconds after which an incomplete `owner` means that the process died while writing it."""
 POLL_S = 1.0
-"""Seconds between two polls of another task's holder."""
+"""Pause in seconds between two polls of another task's holder."""
 SHORT_POLL_S = 0.2
-"""Seconds between two polls when a change is expected at once."""
+"""Pause in seconds between two polls while a change is expected within moments."""
 LOOK_S = 5.0
 """Minimum seconds between two reads of `owner` in an object store: at most 720 requests an hour."""
 FRESH_S = 15.0
@@ -56,7 +56,7 @@ class LivenessMonitor:
         fresh_s: float = FRESH_S,
         pause_s: float = 0.0,
     ) -> None:
-        """`look` returns the content of `owner`, and bytes that change with each heartbeat.
+        """Poll with `look`, which returns the content of `owner`, and bytes that each heartbeat changes.
 
         `me` is the observer. A holder counts as running for `fresh_s` seconds after a heartbeat. `look` is
         called at most every `pause_s` seconds.
@@ -68,7 +68,7 @@ class LivenessMonitor:
         self._looked_at = float("-inf")
         self._last_seen = (b"", b"")
         self._changed_at = clock()
-        self._has_beaten = False  # whether a heartbeat came since the first poll
+        self._has_beaten = False  # `_has_beaten` becomes True when a poll finds a new heartbeat.
 
     @property
     def owner_content(self) -> bytes:
@@ -90,7 +90,7 @@ class LivenessMonitor:
         if now - self._looked_at >= self._pause_s:
             self._last_seen, self._looked_at = self._look(), now
         if self._last_seen != before:
-            # A change is a heartbeat, except that `owner` was created or removed.
+            # The change is a heartbeat, unless `owner` was missing before or is missing now.
             self._has_beaten = bool(before[0] and self.owner_content)
             self._changed_at = now
         silent_s = now - self._changed_at
@@ -114,7 +114,7 @@ def judge_holder(
     if holder is None:
         return False if silent_s > UNNAMED_AFTER_S else None
     is_dead = holder.is_dead(observer)
-    if is_dead is not None:  # a process on this machine, or a task that was abandoned
+    if is_dead is not None:  # The holder is on this machine, or has abandoned the task.
         return not is_dead
     if silent_s > dead_after_s:
         return False
@@ -172,13 +172,14 @@ def look_at_files(directory: Path) -> tuple[bytes, bytes]:
 def holders_of(
     tasks: Sequence[tuple[RunDir, LoggedSample | None]], *, watch: bool = True
 ) -> list[str | None]:
-    """Return the name of the process that holds each task, or None.
+    """Return the name of the process that holds each task; None for a task without a running process.
 
     Each task comes with the newest load sample in its event log. A process on another machine counts as
     running if that sample is recent, or if there is no sample yet. If the sample is old, the process may have
-    ended, or the clock of its machine may be wrong. Then the heartbeats of all such tasks are watched for
-    TIMING.other_heartbeat seconds. Without `watch`, and in an object store, where heartbeats are rare, such
-    tasks count as ended. Raises OutputError or StoreAwayError if the store does not answer.
+    ended, or the clock of its machine may be wrong. So the heartbeats of all such tasks are watched together
+    for TIMING.other_heartbeat seconds. Without `watch`, and in an object store, where heartbeats are rare, a
+    task with an old sample counts as ended. Raises OutputError or StoreAwayError if the store does not
+    answer.
     """
     monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
     with using_run(tasks[0][0].name if tasks else ""):
@@ -190,6 +191,7 @@ def holders_of(
     watched = [index for index in unclear if watch and not tasks[index][0].store.uri]
     if watched:
         time.sleep(TIMING.other_heartbeat)
+    # Only a heartbeat during the wait proves that such a process runs.
     for index in unclear:
         is_running[index] = index in watched and monitors[index].poll() is True
     names: list[str | None] = []
@@ -232,7 +234,7 @@ def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
     if not lock_time or _modification_time(run_dir.events) > lock_time:
         return None
     mark_time = _modification_time(run_dir.task_directory / ENGINE_STARTING)
-    is_engine = mark_time >= lock_time  # An older mark is from an earlier attempt that was killed.
+    is_engine = mark_time >= lock_time  # A mark older than the lock is from a killed attempt.
     since_s = round(max(0.0, time.time() - max(lock_time, mark_time)), 1)
     return {"what": "engine" if is_engine else "input", "since_s": since_s}
 

@@ -36,16 +36,16 @@ BUCKET_ROWS = 100_000
 BUCKET_BYTES = 128 << 20
 """Approximate maximum size of a bucket in memory, in bytes."""
 SAMPLED_PARTS = 32
-"""Number of part files, about, that are read to estimate the size of a row in memory."""
+"""Approximate number of part files that are read to estimate the size of a row in memory."""
 
 
 class Merged(NamedTuple):
     """The dataset or file that a merge wrote."""
 
     path: Path
-    """Directory of the dataset, or the file."""
+    """Path of the directory `merged` with the dataset, or of the file."""
     rows: int
-    """Number of different input rows in the dataset or file. A rollout may return several results for one."""
+    """Number of input rows in the dataset or file. An input row with several results counts once."""
 
 
 def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = False) -> Merged:
@@ -106,8 +106,8 @@ def merge_finished_run(run_dir: RunDir, name: str) -> None:
     if _merged_rows(run_dir) >= total:
         return
     with one_process_at_a_time(run_dir.path / ".merging", unfinished=".merge-*/**/*"):
-        if _merged_rows(run_dir) >= total:  # another process has just merged it
-            return
+        if _merged_rows(run_dir) >= total:
+            return  # Another process has merged the run while this one waited.
         merged = merge(run_dir)
         if merged.rows < total:
             raise InputError(f"{name}: this run is still running", hint="try again when it has ended")
@@ -128,7 +128,8 @@ def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
     try:
         work.mkdir()
         yield work
-    except (KeyError, ValueError, pa.ArrowException) as failure:  # for example part files of another run
+    except (KeyError, ValueError, pa.ArrowException) as failure:
+        # The files do not fit together, for example because one belongs to another run.
         raise ResumeError(f"{run_dir.parts}: cannot be merged: {first_line(failure)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -141,8 +142,9 @@ def durable_results(run_dir: RunDir, work: Path) -> list[Path]:
     disturbed. Raises OSError if a copy cannot be written, NoResultYetError if no row is durable.
     """
     copies = []
-    # The journals are copied before the part files are listed, because a journal may become a part file in
-    # between. Its rows are then in two files, but never in none.
+    # A journal may become a part file at any time. So the journals are copied before the part files are
+    # listed: the rows of such a journal are then found twice, whereas in the opposite order they might be
+    # missed.
     for task in run_dir.all_tasks():
         for journal in task.journals():
             with contextlib.suppress(FileNotFoundError):
@@ -185,11 +187,13 @@ def in_order(
             buckets.put(table)
     sorted_tables = buckets.take()
     kinds = None
-    # The types of the columns that a rollout function returned follow from the values of all rows.
+    # If a rollout function declares no columns, the types of its columns are inferred from the values of all
+    # rows.
     if RETURNED in schema.names:
         kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:
-        with writing(run_dir.path, OutputError):  # not around `yield`: an OSError of the caller is not ours
+        # `yield` is outside of this block, because an OSError of the caller must not become an OutputError.
+        with writing(run_dir.path, OutputError):
             table = next(sorted_tables, None)
         if table is None:
             return
@@ -217,8 +221,9 @@ def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int
     The sizes in the footers of Parquet files would be too small, because they count a repeated text only
     once.
     """
-    rows = size = 1
-    for part in parts[:: 1 + len(parts) // SAMPLED_PARTS]:
+    rows = size = 1  # A size of 0 would make the division fail if all part files are empty.
+    step = 1 + len(parts) // SAMPLED_PARTS
+    for part in parts[::step]:
         table = _read(part, columns)
         rows, size = rows + table.num_rows, size + table.nbytes
     return max(1, min(BUCKET_ROWS, bucket_bytes * rows // size))
@@ -233,7 +238,7 @@ def _common_schema(parts: list[Path], columns: list[str] | None) -> pa.Schema:
     for part in parts:
         with _open(part) as file:
             schemas.append(file.schema_arrow)
-    schema = pa.unify_schemas(schemas)  # Two attempts at a run may write different columns.
+    schema = pa.unify_schemas(schemas)  # Different attempts at a run may have written different columns.
     names = columns or {*schema.names} - {REQUEST_DIGEST}
     return pa.schema([field for field in schema if field.name in names], metadata=schema.metadata)
 
@@ -251,7 +256,7 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _read(part: Path, columns: list[str] | None) -> pa.Table:
     with _open(part) as file:
-        # One thread suffices for a few columns, and each further thread would keep memory.
+        # A few columns are read by one thread, because each further thread would keep memory.
         return file.read(columns, use_threads=columns is None)
 
 

@@ -26,13 +26,14 @@ STORE_ERRORS = (BaseError, FileNotFoundError, ValueError)
 for a malformed credential."""
 Answer = TypeVar("Answer")
 READ_TRIES = 5
-"""Maximum number of tries of a read, if each answer breaks off before its end."""
+"""Maximum number of tries of a read whose answer breaks off before its end."""
 PIECE_BYTES = 4 << 20
-"""Minimum size in bytes of the pieces in which an object is downloaded, one piece at a time in memory."""
+"""Minimum size in bytes of the pieces in which an object is downloaded. One piece at a time is in memory."""
 _ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
-"""Name of obstore's option for the URL of the store's server, by the scheme of the address."""
+"""Names of obstore's option for the URL of the server, which differ by the scheme of the address."""
 _SECRETS = {"session_token": "token", "sas_token": "sas_key"}
-"""obstore's names of those credentials that have another name in the job file, by that name."""
+"""Names of credentials in obstore, by their names in the job file. A credential that is missing here has the
+same name in both."""
 _ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<\n]*)", re.DOTALL)
 _STATUS = re.compile(r"non-2xx status code: (\d{3}[^:\n]*)")
 _AWAY = re.compile(r"error sending request|body error|non-2xx status code: (429|50[0234])")
@@ -59,7 +60,7 @@ cloud's credentials service, or obstore's own words."""
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object of a run, as a listing shows it."""
+    """Properties of an object of a run from a listing."""
 
     name: str
     """Key of the object below the run's URI."""
@@ -77,10 +78,10 @@ class RunObjects:
         self._bucket = open_bucket(address, storage)
 
     def create(self, name: str, content: bytes) -> str | None:
-        """Create an object and return its e_tag; None if the name is taken by an object with other content.
+        """Create an object and return its e_tag; None if an object of this name with other content exists.
 
-        If an object with the same content exists, an earlier try of this call has created it, and only the
-        store's reply was lost. So the e_tag of that object is returned.
+        If an object with the same content exists, the e_tag of that object is returned: an earlier try of
+        this call has created it, and only the store's reply was lost.
         """
         with self._request(name):
             try:
@@ -89,15 +90,16 @@ class RunObjects:
                 return self._e_tag_if(name, content)
 
     def swap(self, name: str, content: bytes, e_tag: str) -> str | None:
-        """Replace an object that still has this e_tag, and return the new e_tag; None if its e_tag differs.
+        """Replace an object if it still has this e_tag; return its new e_tag, or None if it has another one.
 
-        If the object already has the new content, its e_tag is returned, because a reply may have been lost
-        as in `create`.
+        If the object already has the new content, its e_tag is returned: an earlier try of this call has
+        written it, and only the store's reply was lost.
         """
         with self._request(name):
             try:
                 condition: Any = {"e_tag": e_tag}
-                if self.address.scheme == "gs":  # Google's condition is a generation number, not an e_tag.
+                # Google's conditional writes compare the generation of the object, not its e_tag.
+                if self.address.scheme == "gs":
                     metadata = obstore.head(self._bucket, self._key(name))
                     if _tag(metadata) != e_tag:
                         return self._e_tag_if(name, content)
@@ -107,7 +109,7 @@ class RunObjects:
                 return self._e_tag_if(name, content)
 
     def _e_tag_if(self, name: str, content: bytes) -> str | None:
-        """Return the e_tag of an object if it has this content."""
+        """Return the e_tag of an object if its content equals `content`, otherwise None."""
         stored, e_tag = self.read(name) or (None, None)
         return e_tag if stored == content else None
 
@@ -150,8 +152,10 @@ class RunObjects:
 
     def below(self, prefix: str = "") -> list[StoredObject]:
         """Return the objects whose names begin with `prefix`."""
-        directory = prefix.rpartition("/")[0]  # obstore lists only whole directories
+        # obstore lists only whole directories, so list that of `prefix` and filter by name below.
+        directory = prefix.rpartition("/")[0]
         key = self._key(directory) if directory else self.address.key
+        # A listing returns whole keys. The name of an object is the part after the run's own key.
         begin = len(self.address.key) + 1 if self.address.key else 0
         with self._request(""):
             pages = read_whole(lambda: list(obstore.list(self._bucket, key or None)))
@@ -169,7 +173,7 @@ class RunObjects:
             try:
                 if keys:
                     obstore.delete(self._bucket, keys)
-            except FileNotFoundError:  # Google and Azure stop at a missing object
+            except FileNotFoundError:  # Google and Azure stop at a missing object, so delete one by one.
                 for key in keys:
                     with contextlib.suppress(FileNotFoundError):
                         obstore.delete(self._bucket, key)
@@ -217,7 +221,7 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
     }
     if address.scheme == "s3" and not (storage.anonymous or storage.secrets):
         options |= _aws_credentials()
-    # Without a token, obstore would look for credentials before a write.
+    # Even for an anonymous client, obstore looks for credentials before a write, unless it gets a token.
     if address.scheme == "gs" and storage.anonymous:
         options["credential_provider"] = lambda: {"token": "none", "expires_at": None}
     try:
@@ -277,7 +281,7 @@ def reason_of(failure: BaseException) -> str:
     text = str(failure)
     answer = _ANSWER.search(text)
     meaning = next((meaning for words, meaning in _WORDS.items() if words in text), None)
-    if answer:  # the store's own code follows in brackets, so that users can look it up
+    if answer:  # The store's error code is added in brackets, so that users can look it up.
         return f"{meaning or answer['message'].strip() or answer['code']} ({answer['code']})"
     if meaning:
         return meaning
@@ -289,11 +293,12 @@ def reason_of(failure: BaseException) -> str:
 def as_os_error(failure: BaseException, name: str) -> OSError:
     """Return the OSError for a failed request about an object; FileNotFoundError for a missing object."""
     text = str(failure)
-    lacks_bucket = any(code in text for code in _NO_BUCKET)  # obstore has the same error for a missing bucket
+    # obstore also raises FileNotFoundError for a missing bucket.
+    lacks_bucket = any(code in text for code in _NO_BUCKET)
     if isinstance(failure, FileNotFoundError) and not lacks_bucket:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     error = StoreRequestError(errno.EIO, reason_of(failure), name)
-    # A cloud's credentials service that does not answer means that this machine has no credentials: no wait
-    # helps.
+    # If the cloud's credentials service does not answer, this machine has no credentials, and waiting does
+    # not help.
     error.is_away = error.strerror != _NO_CREDENTIALS and _AWAY.search(text) is not None
     return error

@@ -38,7 +38,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        self._end = 0  # bytes of complete frames on disk
+        self._end = 0  # The size in bytes of the complete frames on disk.
         try:
             sync_directory(path.parent)
         except OSError:
@@ -53,8 +53,8 @@ class Journal:
         payload = sink.getvalue()
         frame = memoryview(_HEADER.pack(payload.size, zlib.crc32(payload), table.num_rows) + payload)
         written = 0
-        # The frame begins at the end of the complete frames, so it overwrites the torn frame of a failed
-        # call.
+        # The frame is written right after the complete frames, so it overwrites an incomplete frame that a
+        # failed call has left.
         while written < len(frame):
             written += os.pwrite(self._file, frame[written:], self._end + written)
         os.fsync(self._file)
@@ -66,13 +66,17 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[pa.Table]:
-    """Yield the tables of a journal up to its first torn or damaged frame. Raises FileNotFoundError."""
+    """Yield the table of each frame of a journal, up to the first torn or damaged frame.
+
+    Raises FileNotFoundError.
+    """
     with path.open("rb") as file:
         remaining = path.stat().st_size
         while remaining >= _HEADER.size:
             size, checksum, _ = _HEADER.unpack(file.read(_HEADER.size))
             remaining -= _HEADER.size + size
-            # After a power failure a file may end in zeros that nobody wrote, so a size of 0 is not a frame.
+            # After a power failure, a file may end in zeros that no process wrote. So a size of 0 means the
+            # end.
             if size == 0 or remaining < 0 or zlib.crc32(payload := file.read(size)) != checksum:
                 return
             with pa.ipc.open_stream(payload) as reader:
@@ -91,9 +95,11 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
             yield part
     except FileNotFoundError:
         raise
-    except (OSError, KeyError, pa.ArrowException) as failure:  # KeyError means a missing column
+    except (OSError, KeyError, pa.ArrowException) as failure:  # A missing column raises KeyError.
+        # Only the failure of a system call has an error number. Other errors are about the content of the
+        # file.
         number = getattr(failure, "errno", None)
-        if number is not None:  # the system call failed; an error in the content of the file has no number
+        if number is not None:
             raise StorageError(
                 f"{path}: cannot be read: {os.strerror(number)}",
                 hint="the file is kept; run the same command again once the disk can be read",
@@ -107,9 +113,9 @@ def open_part(path: Path) -> Iterator[pq.ParquetFile]:
 def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], lock: TaskLock) -> int:
     """Write rows in input order as a part file; return its number.
 
-    The number is the first free number from `first_number` on. A part file that already has a number is kept,
-    and rows that it holds are not written again. If it holds all remaining rows, nothing is written and its
-    number is returned. The caller may not know of such a part file, because its listing was stale, or because
+    The number is the first free number from `first_number` on. If a part file with a number exists, it is
+    kept, and the rows in it are not written again. If it has all remaining rows, nothing is written, and its
+    number is returned. The caller may not know of such a part file for two reasons: its listing was stale, or
     an earlier try of this call failed after it had written the part file. Raises OSError or
     TaskLockLostError, and then leaves no file behind.
     """
@@ -126,7 +132,7 @@ def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], l
         except FileExistsError:
             remaining = [rows for table in remaining if (rows := _without(table, path)).num_rows]
             if not remaining:
-                # The try that wrote this part file may have failed before it synced the directory.
+                # An earlier try may have written this part file, but failed before it synced the directory.
                 sync_directory(path.parent)
                 break
             log.warning(
@@ -136,9 +142,9 @@ def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], l
 
 
 def _without(table: pa.Table, path: Path) -> pa.Table:
-    """Return the rows of a table that a part file lacks.
+    """Return the rows of a table that are not in a part file.
 
-    A part file that is damaged or missing lacks all rows.
+    If the part file is damaged or missing, return all rows.
     """
     try:
         with pq.ParquetFile(path) as part:
@@ -156,10 +162,11 @@ def without_rows(table: pa.Table, rows: pa.Array) -> pa.Table:
 def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) -> None:
     """Recover the task after an interrupted attempt: delete torn part files, turn journals into part files.
 
-    The caller holds `lock`, the lock of the task. `schema` is that of the results, if it is known. Raises
-    OSError or TaskLockLostError.
+    The caller holds `lock`, the lock of the task. `schema` is the schema of the results, or None if it is not
+    known yet. Raises OSError or TaskLockLostError.
     """
-    # The number of the predecessor's next part file is read before its journals become part files.
+    # The predecessor would have given this number to its next part file. The number is read before journals
+    # of the predecessor become part files.
     next_number = run_dir.next_number()
     predecessor = lock.predecessor
     lock.verify()
@@ -172,14 +179,14 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
             schema = schema or tables[0].schema
         lock.verify()
         path.unlink(missing_ok=True)
-    # In an object store, a journal of an earlier holder is left over. Later holders have done its rows again.
+    # In an object store, journals of holders before the predecessor may be left. Their rows were done again.
     for outdated in run_dir.task_directory.glob("journal-*"):
         lock.verify()
         outdated.unlink(missing_ok=True)
-    # Without a run.json the predecessor cannot have written a part file, and a part file alone would look
-    # like a damaged run.
+    # Without a run.json, the predecessor has written no part file, so none can arrive late. An empty part
+    # file without a run.json would look like a damaged run.
     if predecessor is not None and not predecessor.is_clean and run_dir.run_json.exists():
-        # Without a schema no file can be written. `lock` still names the predecessor, so a later attempt does
+        # An empty part file needs a schema. As long as `lock` names the predecessor, a later call can write
         # it.
         if schema is None:
             return
@@ -188,13 +195,14 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
 
 
 def _block_late_part(run_dir: RunDir, number: int, schema: pa.Schema, lock: TaskLock) -> None:
-    """Write an empty part file under the next name of the task's previous holder, so that its write fails.
+    """Write an empty part file with the number that the task's previous holder would use next.
 
-    In an object store, a write may arrive long after its process has lost the task.
+    In an object store, a write may arrive long after its process has lost the task. Because the name is
+    taken, such a late write fails.
     """
     make_directory(run_dir.parts)
     with (
-        # If the name is taken, the late write has arrived, or `recover` has used the name for a journal.
+        # If the name is taken already, the late write has arrived, or a journal became this part file.
         contextlib.suppress(FileExistsError),
         whole_file(run_dir.part(number), lock.token, run_dir.store.add) as temporary,
     ):

@@ -22,7 +22,7 @@ _COUNTED = ["row", "error"]
 
 @dataclass(slots=True)
 class DoneRows:
-    """The rows with a stored result, by their numbers in the input, and their counts."""
+    """The rows with a stored result, as sets of ordinals in the input, and their counts."""
 
     answered: BitMap64 = field(default_factory=BitMap64)
     """Rows with an answer."""
@@ -53,7 +53,7 @@ class DoneRows:
         return DoneRows(answered=self.answered, counts_of_answered=self.counts_of_answered)
 
     def add(self, results: pa.Table) -> None:
-        """Add the rows of a part file or of a journal's table, which has the columns `row` and `error`."""
+        """Add the rows of a table (columns `row` and `error`) from a part file or a journal."""
         counts = counts_in(results.schema)
         is_answered = pc.is_null(results.column("error"))
         rows = results.select(["row"])
@@ -67,7 +67,7 @@ class DoneRows:
         )
 
     def include(self, more: DoneRows) -> None:
-        """Add the rows and counts of further part files."""
+        """Add the rows and counts of `more`. A row with both an answer and an error is answered."""
         # Both sets change in place. A copy of all rows for each part file would take time that grows with the
         # product of parts and rows.
         self.answered |= more.answered
@@ -83,7 +83,8 @@ def read_done(run_dir: RunDir) -> DoneRows:
     Raises ResumeError if a part file is damaged, StorageError if the disk cannot read one.
     """
     done = DoneRows()
-    # The journals are read first, because a journal may become a part file before the part files are listed.
+    # A journal may become a part file at any time. It is read before the part files are listed, so that its
+    # rows are not missed.
     journals = [*_read_journals(run_dir)]
     for part in run_dir.own_parts():
         done.include(_read_part(part))
@@ -106,18 +107,18 @@ def done_by_all(run_dir: RunDir) -> DoneRows:
 
 
 def _read_part(path: Path) -> DoneRows:
-    """Return the rows of a part file."""
+    """Return the done rows of a part file."""
     done = DoneRows()
-    # A part file that was discarded or moved away since the listing has no done rows.
+    # A part file that was discarded or moved away since the listing counts as empty.
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
         done.add(part.read(_COUNTED, use_threads=False))
     return done
 
 
 def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
-    """Yield the counted columns of each table in this task's journals.
+    """Yield the columns `row` and `error` of each table in this task's journals.
 
-    `sort_by` copies these columns, so that the memory of the other columns can be freed.
+    Sorting copies these columns, so that the memory of the other columns can be freed.
     """
     for path in run_dir.journals():
         with contextlib.suppress(FileNotFoundError):

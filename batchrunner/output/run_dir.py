@@ -35,21 +35,21 @@ TUNE = "tune"
 MAIN_TASK = "main"
 """Name of the only task of a run that is not shared."""
 _PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
-"""Name of a part (a Parquet file of results), with its task and its number."""
+"""Matches the name of a part (a Parquet file of results); its groups are the task and the number."""
 _MERGED = re.compile(r"merged/(merged-\d+\.parquet|_SUCCESS)")
 _OURS = re.compile(
     r"parts/(part-.+-\d{6,}\.parquet|\.part-.+\.tmp)|(leases|tasks/[^/]+)/.+"
     r"|run\.json|report\.(json|html)|estimate\.json|events\.jsonl|engine[^/]*\.log"
 )
-"""Names, relative to the run directory, of the files that the tasks of a run write."""
+"""Matches the names, relative to the run directory, of files that the tasks of a run write."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
 _RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.pattern}|discarding")
-"""Names, relative to the run directory, that only the run may write: its files, and all in its
-directories."""
+"""Matches the names, relative to the run directory, that only the run may write: those of its files, and all
+names in its directories."""
 SEGMENT = "turns-"
 """Prefix of the names of the files in a task's directory that hold turns of rollouts (turns.py)."""
 PLACE = ".place.json"
-"""Name of the file in a working copy with the URI of its run and how to reach it, without secrets."""
+"""Name of the file in a working copy with the URI of its run and the storage options, without secrets."""
 RUN_ID = "run_id"
 """Key in run.json of a run in an object store: the random name by which a working copy recognises its run."""
 
@@ -69,7 +69,7 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.task_directory = self.tasks / task
         self.owner = f"tasks/{task}/{OWNER}"
-        """Name of the object that names the task's holder, for a run in an object store."""
+        """Name of the object `owner`, which names the task's holder in an object store."""
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"
@@ -102,7 +102,7 @@ class RunDir:
         return RunDir(self.path, task, self.store)
 
     def other_tasks(self) -> list[RunDir]:
-        """Return `all_tasks` without this one."""
+        """Return a RunDir for each of `all_tasks`, except this RunDir's own task."""
         return [run_dir for run_dir in self.all_tasks() if run_dir.task != self.task]
 
     def all_parts(self) -> list[Path]:
@@ -163,7 +163,7 @@ class RunDir:
             )
         try:
             existing = next(path for path in (self.path, *self.path.parents) if path.exists())
-        except OSError as failure:  # the name is too long, or a parent directory is not accessible
+        except OSError as failure:  # The name is too long, or a parent directory is not accessible.
             raise OutputError(f"output.path {self.path}: {failure.strerror}") from None
         if not existing.is_dir():
             raise OutputError(f"output.path {self.path}: {existing} is a file", hint="give a directory")
@@ -175,9 +175,9 @@ class RunDir:
             raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
 
     def discard_merged(self) -> None:
-        """Delete the merged dataset, because it will lack new rows."""
+        """Delete the merged dataset, because new rows will be missing in it."""
         for file in self.merged.glob("merged-*.parquet"):
-            file.unlink(missing_ok=True)  # Another task may delete the same file at the same time.
+            file.unlink(missing_ok=True)  # Another task may be deleting the same files.
         with contextlib.suppress(OSError):
             self.merged.rmdir()
         self.store.clear(_MERGED)
@@ -193,24 +193,28 @@ class RunDir:
     def discard(self, *, before_each: Callable[[], object]) -> None:
         """Delete the files that earlier attempts wrote, and no others.
 
-        The files of this attempt stay: its lock, its order and the log of its engine. `before_each` is called
-        before each deletion, and may raise to stop.
+        The files of this attempt stay: its lock, its sorted copy of the input and the log of its engine.
+        `before_each` is called before each deletion, and may raise to stop.
         """
         before_each()
-        self.run_json.unlink(missing_ok=True)  # First, so that no reader takes the remaining files for a run.
+        # Without run.json, no reader takes the remaining files for a run.
+        self.run_json.unlink(missing_ok=True)
         self.discard_merged()
-        for path in sorted(self.path.rglob("*"), reverse=True):  # A directory comes after its files.
+        # In reversed order, the files of a directory come before the directory.
+        for path in sorted(self.path.rglob("*"), reverse=True):
             before_each()
             name = path.relative_to(self.path).as_posix()
-            if self.task_directory in path.parents:  # with the lock and the sorted copy of this attempt
+            if self.task_directory in path.parents:
+                # Journals and segments are from earlier attempts. The other files here belong to this
+                # attempt.
                 if path.name.startswith(("journal-", SEGMENT)):
                     path.unlink(missing_ok=True)
             elif path.is_dir():
                 if _DIRECTORIES.fullmatch(name):
-                    with contextlib.suppress(OSError):  # The directory also holds files of a user.
+                    with contextlib.suppress(OSError):  # A directory with files of a user is kept.
                         path.rmdir()
             elif path.parent == self.log_directory and path.suffix == ".log":
-                continue  # The engine of this attempt is writing its log.
+                continue  # The engine of this attempt may be writing this log.
             elif _OURS.fullmatch(name):
                 path.unlink(missing_ok=True)
         before_each()
@@ -230,7 +234,7 @@ def _task_of(part: Path) -> str | None:
 
 
 def _is_empty(directory: Path) -> bool:
-    with contextlib.suppress(OSError):  # it is not a directory, or was just deleted
+    with contextlib.suppress(OSError):  # `directory` is a file, or was just deleted.
         return not any(directory.iterdir())
     return True
 
@@ -241,9 +245,11 @@ def open_run(path: str | Path, task: str = MAIN_TASK, storage: StorageSpec | Non
     The working copy of a run in an object store is updated, unless another process on this machine is using
     it. Raises OutputError or StoreAwayError for a store that cannot be used, JobError for a wrong `storage`.
     """
-    if task.startswith("join-"):  # A worker with --join may start often, so it fetches results when needed.
+    if task.startswith("join-"):
+        # Workers with --join may start often, so they fetch little now, and results only when they need them.
         pattern = r"run\.json|events\.jsonl|tasks/main/.*|tasks/[^/]+/events\.jsonl"
-    else:  # all objects except leases, and engine logs of other tasks
+    else:
+        # Fetch all objects except leases and the engine logs of other tasks.
         pattern = rf"(?!leases/)(?!tasks/(?!{re.escape(task)}/)[^/]+/[^/]+\.log).*"
     return _with_copy(str(path), storage or StorageSpec(), task=task, pattern=pattern)
 
@@ -277,7 +283,7 @@ def _with_copy(
     A task keeps its working copy for later attempts. With `is_read_only`, the run gets a separate copy.
     """
     address = store_address(path)
-    if address is None:  # The run lies on a file system, so nothing has to be fetched.
+    if address is None:  # A run on a file system has no copy.
         return RunDir(path, task)
     storage = storage or _last_storage(address)
     check_client(address, OutputError)
@@ -309,10 +315,10 @@ def _with_copy(
 
 def _is_outdated(run_dir: RunDir, objects: RunObjects) -> bool:
     """Return whether the run of a local copy was deleted from the store, or replaced by a new run."""
-    # The local run.json is read before the object in the store. A new run writes the object first, so the
-    # local file cannot be newer than the object to which it is compared.
+    # Read the local run.json before the object. A new run writes the object first, so in this order the local
+    # file is never newer than the object.
     copied = read_json(run_dir.run_json)
     if not copied:
         return False
-    # The run ID is a random text, so the search for its bytes in the JSON text needs no parsing.
+    # The run ID is a long random text, so it is enough to look for it in the unparsed JSON.
     return str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join: delete the directory)"
-"""The option that discards a run, for error messages."""
+"""How to discard a run, in words for error messages."""
 CODE = "code_of_functions"
 """Key in run.json for the digests of the code of each Python function. A function whose code changed between
 starts has several digests, the newest last."""
@@ -41,8 +41,8 @@ _OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding")
 def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
     """Return the properties of a job that must be the same in all attempts at its run.
 
-    `files` describes the input files in their order, each with path, rows, digest and size. An empty `model`
-    is not compared.
+    `files` describes the input files in their order, each with path, rows, digest and size. If `model` is
+    empty, the models of two attempts are not compared.
     """
     fields = () if job.task == GENERATE else TASKS[job.task].takes
     return {
@@ -60,10 +60,7 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
 
 
 def _conditions(job: Job) -> dict[str, Any]:
-    """Return the `accept` settings that must not change between starts.
-
-    The number of tries is left out because it may change.
-    """
+    """Return the checks of answers that must not change between starts. `accept.tries` may change."""
     accept = job.accept
     conditions = {
         "json": accept.json_,
@@ -72,7 +69,8 @@ def _conditions(job: Job) -> dict[str, Any]:
         "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
     }
-    if job.on_repetition != "keep":  # A run that was begun before the field existed can then be resumed.
+    # The default is left out, so that a run from before this field existed can be resumed.
+    if job.on_repetition != "keep":
         conditions["on_repetition"] = job.on_repetition
     return conditions
 
@@ -82,10 +80,10 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
 
     `old` is the fingerprint of the results at `where`, and `new` that of this attempt. Three differences are
     allowed: `input.limit` may grow, files may be added after the old files, and rows may be appended to the
-    last of the old files. The models are compared if `new` has one.
+    last of the old files. The models are compared only if `new` has a model.
     """
     difference = _files_difference(old["files"], new["files"])
-    old_limit = old["limit"] or sys.maxsize  # A run without a limit has the largest one.
+    old_limit = old["limit"] or sys.maxsize  # A run without a limit had the highest possible limit.
     if difference is None and new["limit"] is not None and new["limit"] < old_limit:
         difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
     may_differ = {"files", "limit"} if new["model"] else {"files", "limit", "model"}
@@ -109,17 +107,18 @@ def known_fields(fingerprint_of_run: Mapping[str, Any]) -> list[str] | None:
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
     """Describe a change of the input files that changes rows of the run; None without such a change."""
     if len(new) < len(old):
-        return f"the input had {len(old)} files and has {len(new)}"
+        return f"the input has {len(new)} files now, but had {len(old)}"
     old_digests, new_digests = ({file["digest"] for file in files} for files in (old, new))
     for before, after in zip(old, new, strict=False):
         # `grown_from` is the digest that a file had before rows were appended to it.
         if before["digest"] not in {after["digest"], after.get("grown_from")}:
+            # The old file is unchanged, but a new file in front of it has moved it to another position.
             if after["digest"] not in old_digests and before["digest"] in new_digests:
                 return (
                     f"the new input file {after['path']} sorts before {before['path']}: "
                     "rename it so that it comes last"
                 )
-            moved = "" if before["path"] == after["path"] else f" (its position was that of {before['path']})"
+            moved = "" if before["path"] == after["path"] else f" (it takes the place of {before['path']})"
             return f"the input file {after['path']} changed{moved}"
     return None
 
@@ -201,8 +200,8 @@ def code_versions(content: Mapping[str, Any] | None, code_digests: Mapping[str, 
             versions[where] = [*before, digest]
         if before and before[-1] != digest:
             log.warning(
-                "%s: the code has changed since the last start: finished rows keep what the old code made. "
-                "To make them again, discard the run with %s",
+                "%s: the code has changed since the last start: finished rows keep the results of the old "
+                "code. To compute them again, discard the run with %s",
                 where, DISCARD,
             )  # fmt: skip
     return versions
@@ -213,10 +212,10 @@ def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
 
 
 def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
-    """Return the random name of the run. The first task that writes run.json chooses the name."""
+    """Return the run ID. The first task that writes run.json chooses this random name for all tasks."""
     content = {**content, RUN_ID: secrets.token_hex(8)}
     published = _newest(run_dir)
-    if published is None:  # Several tasks may try to create the file. All of them then read its name.
+    if published is None:  # If several tasks create run.json at once, one succeeds, and all use its name.
         with writing(run_dir.run_json):
             create_file(run_dir.run_json, orjson.dumps(content), run_dir.task, run_dir.store.add)
         published = read_run_json(run_dir) or content
@@ -231,7 +230,7 @@ def holds_run(directory: Path) -> bool:
 def raise_total(
     run_dir: RunDir, rows_total: int, new: Mapping[str, Any], code_digests: Mapping[str, str]
 ) -> None:
-    """Raise the number of rows in run.json, so that `merge` and `status` expect the new rows at once.
+    """Increase the number of rows in run.json, so that `merge` and `status` expect the new rows at once.
 
     `new` is the fingerprint with the longer input. `code_digests` has the code digest of each Python function
     of this attempt. A missing run.json is not created, because the first attempt that sends rows does that.
@@ -259,7 +258,7 @@ def _newest(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def without_secrets(job: Job) -> dict[str, Any]:
-    """Return the job as run.json has it. Possible secrets become ***, among them all of `engine.env`."""
+    """Return the job for run.json, with `***` for possible secrets and for all values of `engine.env`."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args"):
         values = spec["engine"].get(section, {})

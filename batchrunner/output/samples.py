@@ -32,7 +32,7 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
     window: int | UnsetType = UNSET
     """Maximum number of requests in flight to the scheduler; unset if the job sets the concurrency limit."""
     corner: str | UnsetType = UNSET
-    """Load state of the scheduler, a value of `Corner`; unset until a state has lasted for seconds."""
+    """Load state of the scheduler, a value of `Corner`; unset until a state has lasted for 5 s."""
     output_tokens_per_s: float | UnsetType = UNSET
     """Output tokens per second of the scheduler; unset if several schedulers share the route."""
     retractions: int | UnsetType = UNSET
@@ -41,7 +41,7 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, load: SchedulerLoad) -> SchedulerSample:
-        """Return a sample with this load; the client's fields are unset."""
+        """Return a sample with this load, in which the fields of the client are unset."""
         return cls(**asdict(load))
 
 
@@ -49,9 +49,9 @@ class RolloutSample(msgspec.Struct, kw_only=True):
     """State of the multi-turn rollouts of a run."""
 
     open: int
-    """Number of rows whose rollout function has begun and not ended."""
+    """Number of open rows: their rollout function has begun and not ended."""
     waiting_for_tools: int
-    """Number of open rows whose function is running, for example a tool, so that no request is in flight."""
+    """Number of open rows without a request in flight, whose function runs its own code, such as a tool."""
     blocked: int
     """Number of open rows that cannot go on because the function of another row blocks their process."""
     turns: int
@@ -62,9 +62,9 @@ class BackgroundSample(msgspec.Struct, kw_only=True):
     """Shares of the engine's time in a background run."""
 
     our_share: float
-    """Fraction of the time that the engine worked for this run, from 0 to 1."""
+    """Fraction of its time, from 0 to 1, in which the engine worked for this run."""
     users_share: float
-    """Fraction of the time that the engine worked for its users, from 0 to 1."""
+    """Fraction of its time, from 0 to 1, in which the engine worked for its users."""
     rows_given_back: int
     """Number of rows that were preempted, so that requests of the users could run."""
     tokens_lost: int
@@ -75,9 +75,9 @@ class RunSample(msgspec.Struct, kw_only=True):
     """The state of a run: its rows, its rates per second, and the load of its engine."""
 
     rows_total: int
-    """Number of rows of the run, with those that earlier attempts finished; 0 if unknown."""
+    """Number of rows of the run, including those that earlier attempts finished; 0 if unknown."""
     rows_done: int
-    """Number of finished rows, with those of earlier attempts."""
+    """Number of finished rows, including those of earlier attempts."""
     rows_failed: int
     """Number of rows in `rows_done` that ended with an error."""
     rows_reused: int
@@ -95,18 +95,20 @@ class RunSample(msgspec.Struct, kw_only=True):
     """Prompt tokens of this attempt."""
     cached_tokens: int
     """Prompt tokens of this attempt that came from the prefix cache."""
+    tokens: int = 0
+    """Prompt and output tokens of all finished rows, with those of earlier attempts."""
     window: int
     """Maximum number of requests in flight, summed over routes."""
     in_flight: int
     resting: int
-    """Number of rows that failed once and wait for a retry."""
+    """Number of rows that wait for a retry after a failed attempt."""
     unsent: int
     """Number of rows that were never sent."""
     retractions: int
     signals: list[SchedulerSample]
     """Newest load sample of each scheduler; empty if the load is unknown."""
     bands: dict[str, tuple[int, int]]
-    """Minimum and maximum number of waiting requests of a healthy queue, by scheduler."""
+    """Range of healthy numbers of queued requests (minimum and maximum), by scheduler."""
     task: str
     simulated: bool
     rollouts: RolloutSample | UnsetType = UNSET

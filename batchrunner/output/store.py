@@ -35,14 +35,14 @@ TRANSFERS = 8
 INDEX = ".store.json"
 """Name of the file in a working copy that lists the e_tag of each object which was fetched or published."""
 _NOT_COPIED = re.compile(r"merged/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|report\.html|probe-.*")
-"""Names of objects that are not fetched into a working copy."""
+"""Matches the names of objects that no working copy needs: locks, merged results and other files."""
 
 
 class Store:
     """A file system of this machine, local or mounted, on which links and renames publish files.
 
-    The argument `temporary` is always a complete and synced file. After the call it is gone, or may be
-    deleted.
+    The argument `temporary` of a method is always a complete and synced file. The caller deletes it after the
+    call, if it still exists.
     """
 
     objects: RunObjects | None = None
@@ -50,8 +50,8 @@ class Store:
     uri = ""
     """URI of the run; "" for a run on a file system."""
     input_place: Path | None = None
-    """Path of the run in the form that the input has for files in a store, `bucket/key`; None for a run on a
-    file system."""
+    """The run's directory in the store as `bucket/key`, like the paths of input files in a store; None for a
+    run on a file system."""
 
     def check_sharing(self) -> None:
         """Raise JobError if several tasks cannot share a run in this store. Leave nothing behind."""
@@ -67,11 +67,9 @@ class Store:
         return path.exists()
 
     def bring(self, path: Path, *, again: bool = False) -> None:
-        """Fetch a published file if this machine lacks it.
+        """Fetch a published file if this machine lacks it, or with `again` in any case.
 
-        With `again`, fetch the file even if it exists here.
-
-        Ignore a file that nobody has published.
+        If nobody has published the file, do nothing.
         """
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
@@ -84,29 +82,41 @@ class Store:
         """Return the journals of a task on this machine, oldest first.
 
         In an object store, return only the journals of the task's last holder, whose token is `last`
-        (default: the token in `owner`). Journals of earlier holders are outdated, because later holders have
-        done their rows again.
+        (default: the token in `owner`). Journals of earlier holders are outdated, because their rows were
+        done again.
         """
         return sorted(task_directory.glob("journal-*"))
 
     def add(self, temporary: Path, path: Path) -> None:
-        """Give a file a new name that only this task uses; raises FileExistsError."""
+        """Publish a file under a new name that only this task uses.
+
+        Raises FileExistsError if a file of this name exists.
+        """
         link_part(temporary, path)
 
     def claim(self, temporary: Path, path: Path) -> None:
-        """Give a file a new name for which several tasks compete; raises FileExistsError for all but one."""
+        """Publish a file under a new name for which several tasks may compete.
+
+        Raises FileExistsError if a file of this name exists, so that exactly one task succeeds.
+        """
         link_new(temporary, path)
 
     def replace(self, temporary: Path, path: Path) -> None:
-        """Give a file a name; replace a file that has it."""
+        """Publish a file under a name, in place of any file that has this name."""
         temporary.replace(path)
 
     def mark(self, path: Path) -> None:
-        """Create an empty file whose name is the message. No other process uses this name."""
+        """Create an empty file, such as a beacon, that tells something by its name alone.
+
+        No other process creates a file of this name.
+        """
         path.touch()
 
     def move(self, old: Path, new: Path) -> None:
-        """Rename an empty file of `mark`; raises FileNotFoundError where it is gone."""
+        """Rename a file that `mark` has created.
+
+        On a file system, raises FileNotFoundError if the file was deleted.
+        """
         old.rename(new)
 
     def publish(self, path: Path) -> None:
@@ -123,7 +133,10 @@ class Store:
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
-        """Delete the objects whose names below the run's URI match. The caller deletes the local files."""
+        """Delete the objects whose names, relative to the run's URI, match `names`.
+
+        On a file system do nothing, because the caller deletes local files itself.
+        """
 
     def discard_copy(self, task: str) -> None:
         """Delete the working copy of a task that will never run again, with its journals."""
@@ -135,14 +148,14 @@ LOCAL = Store()
 class ObjectStore(Store):
     """The files of a run as objects below its URI. Methods may be called from several threads.
 
-    Each file is published by one request. Journals are not published, because part files are published often.
-    The working copy on this machine has the files that were fetched or published.
+    Each file is published by one request. Journals are not published. Instead, part files are published
+    often. The working copy on this machine has the files that were fetched or published.
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:
-        """`root` is the directory of this working copy, and need not exist.
+        """Use `root` as the working copy of one task; it need not exist yet.
 
-        `copies` has the working copies of all tasks on this machine.
+        `copies` is the directory with the working copies of all tasks on this machine.
         """
         self.objects: RunObjects = objects
         self.uri = str(objects.address)
@@ -162,7 +175,7 @@ class ObjectStore(Store):
             has_conditions = (
                 self.objects.create(name, b"1") is not None
                 and self.objects.create(name, b"2") is None
-                and self.objects.swap(name, b"3", '"0"') is None
+                and self.objects.swap(name, b"3", '"0"') is None  # The object has another e_tag.
             )
             self.objects.delete([name])
         if not has_conditions:
@@ -178,7 +191,7 @@ class ObjectStore(Store):
         return sorted({obj.name.removeprefix(prefix).partition("/")[0] for obj in objects})
 
     def exists(self, path: Path) -> bool:
-        """Return whether the object exists, by a request for it."""
+        """Return whether the object exists, by reading it."""
         return self.objects.read(self._name(path)) is not None
 
     def bring(self, path: Path, *, again: bool = False) -> None:
@@ -198,10 +211,11 @@ class ObjectStore(Store):
         if journals and last is None:
             holder = parse_holder(self.objects.look(f"tasks/{task}/{OWNER}")[0])
             last = holder.token if holder else None
+        # The name of a journal ends with the token of its holder.
         return [path for path in journals if path.name.endswith(f"-{last}")]
 
     def bring_all(self, pattern: re.Pattern[str]) -> None:
-        """Make the files whose names match the same as their objects in the store.
+        """Make the local files whose names match `pattern` equal to their objects in the store.
 
         Fetch objects that have changed since this machine published or fetched them, and delete files whose
         objects were deleted.
@@ -218,7 +232,7 @@ class ObjectStore(Store):
             if not is_current:
                 outdated.append(obj.name)
         with thread_pool(TRANSFERS) as pool:
-            list(pool.map(self._fetch, outdated))  # `list` raises the first error of a fetch
+            list(pool.map(self._fetch, outdated))  # Reading the results raises the first error.
         self._save()
 
     def _fetch(self, name: str) -> None:
@@ -231,7 +245,7 @@ class ObjectStore(Store):
     def add(self, temporary: Path, path: Path) -> None:
         """Create the object, then the local file.
 
-        If the name is taken, fetch that object into the working copy and raise FileExistsError.
+        If the object exists already, fetch it into the working copy and raise FileExistsError.
         """
         name = self._name(path)
         e_tag = self.objects.create(name, temporary.read_bytes())
@@ -241,7 +255,7 @@ class ObjectStore(Store):
         temporary.replace(path)
         self._note(name, e_tag)
 
-    claim = add  # The creation of an object is exclusive for any number of tasks.
+    claim = add  # The store creates an object for only one of several tasks, so `add` is enough.
 
     def replace(self, temporary: Path, path: Path) -> None:
         """Write the object, then the local file."""
@@ -250,11 +264,11 @@ class ObjectStore(Store):
         self._note(self._name(path), e_tag)
 
     def mark(self, path: Path) -> None:
-        """Create an empty object; there is no file on this machine."""
+        """Create an empty object, without a file in the working copy."""
         self.objects.create(self._name(path), b"")
 
     def move(self, old: Path, new: Path) -> None:
-        """Create the new object, then delete the old one; a missing one is ignored."""
+        """Create an object with the new name, then delete the old object if it still exists."""
         self.mark(new)
         self.objects.delete([self._name(old)])
 
@@ -287,7 +301,7 @@ class ObjectStore(Store):
     def discard_copy(self, task: str) -> None:
         """Delete the working copy of a task; ignore errors."""
         shutil.rmtree(self._copies / task, ignore_errors=True)
-        with contextlib.suppress(OSError):  # The directory has working copies of other tasks.
+        with contextlib.suppress(OSError):  # The directory may still have working copies of other tasks.
             self._copies.rmdir()
 
     def _delete(self, names: list[str]) -> None:
@@ -296,7 +310,7 @@ class ObjectStore(Store):
             self._e_tags.pop(name, None)
 
     def _note(self, name: str, e_tag: str) -> None:
-        """Record the e_tag of the object that is equal to the local file, also for the next start."""
+        """Record, also on disk, the e_tag of an object that is equal to its local file."""
         self._e_tags[name] = e_tag
         self._save()
 
@@ -306,7 +320,7 @@ class ObjectStore(Store):
             write_json(self._root / INDEX, dict(self._e_tags))
 
     def _name(self, path: Path) -> str:
-        """Return the name of a local file's object."""
+        """Return the name of the object of a local file, relative to the run's URI."""
         return path.relative_to(self._root).as_posix()
 
 

@@ -1,9 +1,9 @@
 """The lock of a task: at most one process writes a task, also across machines, on NFS and in object stores.
 
-A task is a worker's place in a run. Locks of the file system are not used, because NFS may lack them, and a
+A task is one worker's share of a run. Locks of the file system are not used, because NFS may lack them, and a
 crashed host may hold a lock for ever. The lock is the file or object `owner`, which is created exclusively
 and names its holder. A dead holder (see `liveness`) is replaced. A holder that was suspended or disconnected
-for long is replaced too. When such a holder continues, it verifies the lock before its next write or
+for long is replaced, too. When such a holder continues, it verifies the lock before its next write or
 deletion, finds another name in `owner`, and ends.
 
 The locks on a file system and in an object store share only the wait for a dead holder. A file system has
@@ -63,8 +63,8 @@ HEARTBEAT_S = 5.0
 STORE_HEARTBEAT_S = 15.0
 """Seconds between two heartbeats in an object store, which makes 240 requests an hour."""
 TRUSTED_S = 45.0
-"""Seconds after a heartbeat in an object store during which no other process can have replaced its sender.
-The value is less than DEAD_AFTER_S, after which others replace a silent holder."""
+"""Seconds after its last heartbeat in an object store during which a holder may rely on its lock. Others
+replace a holder only after a silence of DEAD_AFTER_S, which is longer."""
 DIRECTORY_TRIES = 100
 """Maximum number of tries to create `owner` in a task's directory while other processes delete the
 directory."""
@@ -84,9 +84,9 @@ class TaskLock(ABC):
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        """`place` names the task in messages.
+        """Prepare the lock; `acquire` then acquires it.
 
-        `me` is this process as a holder, by default with a new token.
+        `place` names the task in messages. `me` is this process as a holder, by default with a new token.
         """
         self._place = place
         self._me = me or this_process()
@@ -94,14 +94,14 @@ class TaskLock(ABC):
         self.is_abandoned = False
         """Whether `release` marks the task as abandoned, so that the next process recovers the task."""
         self.predecessor: LockHolder | None = None
-        """The dead holder that this process replaced, until its journals and part files are recovered. None
-        for a lock on a file system, where recovery does not depend on the name of the holder."""
+        """The dead holder that this process replaced, until its journals and part files are recovered. Always
+        None on a file system, where recovery does not depend on the name of the holder."""
         self.beacon: Beacon | None = None
         """Beacon that is renamed at each heartbeat; None unless this worker shares a run with others."""
 
     @property
     def token(self) -> str:
-        """Random name of this holder, which is part of the names of its files."""
+        """Random name of this holder, which is a part of the names of its files."""
         return self._me.token
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
@@ -110,8 +110,8 @@ class TaskLock(ABC):
         `dead_owner` is the content of `owner` if its holder is already known to be dead. Raises TaskHeldError
         if a running process holds the lock, OSError if nothing can be written.
         """
-        # The token is registered before any thread of this process can see our name and take it for a dead
-        # one.
+        # Register the token before `owner` has our name. Otherwise another thread of this process would
+        # consider this holder dead (`LockHolder.is_dead`).
         HELD_HERE.add(self.token)
         while not self._create():
             if dead_owner is None:
@@ -120,14 +120,14 @@ class TaskLock(ABC):
                 dead_owner = monitor.owner_content
             if self._replace(dead_owner):
                 break
-            dead_owner = None  # Another process may hold the lock now, so its holder is examined again.
+            dead_owner = None  # Another process may have acquired the lock, so look again at its holder.
 
     def abandon(self) -> None:
         """Make `release` mark the task as abandoned, so that the next process recovers the task."""
         self.is_abandoned = True
 
     def forget_predecessor(self) -> None:
-        """Forget the dead holder, because its journals and part files are recovered or discarded."""
+        """Forget the dead holder, whose journals and part files have been recovered or discarded."""
         self.predecessor = None
 
     def _raise_lost(self, owner: bytes) -> None:
@@ -186,8 +186,8 @@ class FileTaskLock(TaskLock):
     def _create(self) -> bool:
         """Create the file `owner` with our name; return False if the file exists. Raises OSError."""
         for _ in range(DIRECTORY_TRIES):
-            # Another process may delete the directory between two steps: if it releases its lock and the
-            # directory is empty, or if it discards the run.
+            # Another process may delete the directory at any time, because it releases its lock and finds the
+            # directory empty, or because it discards the run.
             with contextlib.suppress(FileNotFoundError):
                 make_directory(self._directory)
                 try:
@@ -208,17 +208,17 @@ class FileTaskLock(TaskLock):
                 os.close(file)
             sync_directory(self._directory)
             self.beat()
-        except FileNotFoundError:  # the directory was deleted, and `owner` with it
+        except FileNotFoundError:  # The directory and `owner` were deleted, so there is no lock to release.
             raise
         except OSError:
-            self.release()  # Otherwise `owner` would name a running process that does not work on the task.
+            self.release()  # `owner` must not name a running process that does not work on the task.
             raise
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Remove the `owner` of a dead holder by a rename, which only one process can do. Return False.
+        """Remove the `owner` of a dead holder by a rename, in which only one process succeeds. Return False.
 
-        A slow process may rename the `owner` of a new holder by mistake. It sees the other content and
-        restores the file.
+        A slow process may by mistake rename the `owner` of a new holder. It then finds other content in the
+        file, and restores it.
         """
         aside = self._owner.with_name(f"{OWNER}-{self.token}")
         with contextlib.suppress(FileNotFoundError):
@@ -240,17 +240,19 @@ class FileTaskLock(TaskLock):
             self.beacon.beat()
 
     def verify(self) -> None:
-        """Read `owner`.
+        """Read `owner` to check that this process still holds the lock.
 
-        Raises TaskLockLostError if it names another process, OSError if it cannot be read.
+        Raises TaskLockLostError if `owner` names another process, OSError if it cannot be read.
         """
+        # The `_replace` of a slow process may have renamed our `owner` by mistake. It restores the file at
+        # once, so a few tries are enough.
         for _ in range(3):
             holder = parse_holder(read_bytes(self._owner, strict=True))
             if holder is not None and holder.token == self.token:
                 return
-            if not self._directory.parent.exists():  # The disk is gone, so nobody can have taken the lock.
+            # Without the parent directory, the disk is probably not mounted, which says nothing of the lock.
+            if not self._directory.parent.exists():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
-            # A slow `_replace` of another process may be about to restore our name.
             self._sleep(SHORT_POLL_S)
         self._raise_lost(read_bytes(self._owner))
 
@@ -258,13 +260,14 @@ class FileTaskLock(TaskLock):
         """Delete `owner`, or mark the task as abandoned in it. Ignore errors."""
         with contextlib.suppress(OSError, TaskLockLostError):
             self.verify()
-            if self.is_abandoned:  # The mark overwrites the file in place, because the disk may be full.
+            if self.is_abandoned:
+                # Overwrite the file in place, because a full disk has no room for a new file.
                 content = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
                 _overwrite(self._owner, content.ljust(self._owner.stat().st_size))
             else:
                 (self._directory / HEARTBEAT).unlink(missing_ok=True)
                 self._owner.unlink(missing_ok=True)
-        # Only now, because another thread of this process would take a holder without this entry for dead.
+        # The token is removed last, because other threads consider a holder without this entry dead.
         HELD_HERE.discard(self.token)
 
 
@@ -281,7 +284,7 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
 def _clock_that_never_sleeps() -> float:
     """Return the seconds since boot, including the time during which the machine was suspended.
 
-    `time.monotonic` leaves that time out, and so a machine that wakes up would trust an old heartbeat.
+    `time.monotonic` does not count that time, so a machine that wakes up would trust an old heartbeat.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -305,14 +308,15 @@ class StoreTaskLock(TaskLock):
         clock: Callable[[], float] = _clock_that_never_sleeps,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`name` is the name of the object `owner` below the run's URI."""
+        """Prepare the lock. `name` is the name of the object `owner`, relative to the run's URI."""
         super().__init__(name.rpartition("/")[0], me, clock=clock, sleep=sleep)
         self._objects = objects
         self._name = name
         self._e_tag: str | None = None
-        """e_tag of our last write of `owner`; None if another process holds the lock."""
+        """e_tag of the `owner` that this process has written last; None if another process holds the lock."""
         self._beaten_at = 0.0
-        """When the last write was begun, by `clock`."""
+        """Time before the request of the last write, by `clock`. Counted from then, TRUSTED_S is on the safe
+        side, because the store may have applied the write at any time before its reply."""
         self._writing = threading.Lock()  # The heartbeat and `verify` write `owner` in different threads.
 
     def _create(self) -> bool:
@@ -326,7 +330,7 @@ class StoreTaskLock(TaskLock):
         content, e_tag = self._objects.read(self._name) or (None, None)
         if content != dead_owner:
             return False
-        self._e_tag = e_tag
+        self._e_tag = e_tag  # `_write` replaces `owner` only if it still has this e_tag.
         self._write(self._me)
         self.predecessor = parse_holder(dead_owner)
         return self._e_tag is not None
@@ -353,7 +357,7 @@ class StoreTaskLock(TaskLock):
             self._beaten_at = asked_at
 
     def verify(self) -> None:
-        """Trust the last heartbeat for TRUSTED_S, then send another one.
+        """Check the lock by a heartbeat, unless the last heartbeat is younger than TRUSTED_S.
 
         Raises TaskLockLostError or OSError.
         """
@@ -415,7 +419,8 @@ def hold_task(
         with repeating(beat, lock.beat_s, thread="heartbeat"):
             if directory == run_dir.task_directory:
                 with using_run(f"output.path {run_dir.name}"):
-                    run_dir.store.bring_results([run_dir.task])  # A predecessor may have added results.
+                    # An earlier holder may have published results since the working copy was updated.
+                    run_dir.store.bring_results([run_dir.task])
             yield lock
     except TaskLockLostError:
         raise
@@ -425,7 +430,7 @@ def hold_task(
     finally:
         lock.release()
         for path in new_directories:
-            with contextlib.suppress(OSError):  # The directory is not empty.
+            with contextlib.suppress(OSError):  # A directory with files is kept.
                 path.rmdir()
 
 
@@ -436,5 +441,5 @@ def _raise_if_lost(lock: TaskLock, failure: BatchrunError) -> None:
     except TaskLockLostError as lost:
         lost.report = failure.report
         raise lost from failure
-    except (OSError, StorageError):  # Without the disk or store nobody knows, so `failure` is raised.
-        pass
+    except (OSError, StorageError):
+        pass  # The disk or store does not tell who holds the lock, so the caller raises `failure`.

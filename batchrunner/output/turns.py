@@ -2,7 +2,7 @@
 
 The answers are appended to segments, which are journal files in the task's directory. A segment is deleted
 when the results of all its rows are in parts (Parquet files of results), except the newest segment. So the
-disk holds little more than the answers of open rollouts.
+disk holds little more than the answers of rollouts that have not ended.
 """
 
 import asyncio
@@ -47,12 +47,13 @@ class TurnStore:
     def __post_init__(self) -> None:
         """Create a store without answers. No file is written before the first answer."""
         self._segments: dict[Path, BitMap64] = {}
-        """Segments (journal files) of this attempt, each with those of its rows whose results are in no part
-        file yet."""
+        """Segments (journal files) of this attempt. Each has the set of its rows that are in no part file
+        yet."""
         self._recovered: dict[int, list[str]] = defaultdict(list)
-        """Answers that earlier attempts and other tasks have written, by row, as in column `turn`."""
+        """Answers that earlier attempts and other tasks have written, by row, in the form of the column
+        `turn`."""
         self._unwritten: list[tuple[int, str | None]] = []
-        """Table rows for the segments (see _SCHEMA) that are not on disk yet."""
+        """Entries (pairs of the columns in _SCHEMA) that are not on disk yet."""
         self._writing = asyncio.Lock()
         self._journal: Journal | None = None
         """Journal file of the newest segment; None before the first answer."""
@@ -60,14 +61,15 @@ class TurnStore:
         """Size in bytes of the newest segment's answers."""
         self._next_number = 0
         """Number of the next segment."""
-        self._lock = threading.Lock()  # `ended` is called in the thread that writes part files
+        self._lock = threading.Lock()  # `ended` is called in the thread that writes part files.
 
     def load(self, lease: Lease) -> None:
         """Read the stored answers of the rows of a lease. Blocks. Raises StorageError."""
-        if not lease.turn and self._run_dir.task != MAIN_TASK:  # no task has held this lease before
-            return
+        if not lease.turn and self._run_dir.task != MAIN_TASK:
+            return  # This task is the first that holds the lease, so there are no answers.
         segments = self._run_dir.tasks.glob(f"*/{SEGMENT}*")
-        # Later segments have higher numbers, also across tasks, so a null voids only earlier answers.
+        # Later segments have higher numbers, even if another task has written them. In this order, a null
+        # removes only answers from before it.
         for path in sorted(segments, key=lambda path: path.name):
             self._next_number = max(self._next_number, 1 + int(path.name.split("-")[1]))
             # The worker that wrote this segment may delete the file while it is being read.
@@ -92,6 +94,7 @@ class TurnStore:
 
     async def put(self, key: TurnKey, outcome: Outcome) -> None:
         """Store an answer. It survives a power failure once this method has returned. Raises StorageError."""
+        # JSON needs a dict in place of `columns`, the last field of the completion.
         values = outcome.completion and [*outcome.completion[:-1], dict(outcome.completion.columns)]
         turn = json.dumps([*key, outcome.attempts, outcome.error, values])
         await self._put((outcome.ref.row, turn))
@@ -104,21 +107,23 @@ class TurnStore:
         await self._put((row, None))
 
     async def _put(self, turn: tuple[int, str | None]) -> None:
-        """Write an entry of a segment durably, with all other entries that came during the last write."""
+        """Write an entry to a segment durably.
+
+        Entries that arrive during a write are then written together, so that one sync serves many calls.
+        """
         self._unwritten.append(turn)
         async with self._writing:
-            if turn in self._unwritten:  # otherwise the call that held the lock before has written it
+            if turn in self._unwritten:  # An earlier call may have written this entry together with its own.
                 batch = [*self._unwritten]
                 await self._disk.write(self._run_dir.task_directory, functools.partial(self._append, batch))
-                # Only now, because the write ends early if the row of this call is cancelled.
+                # The entries are removed only after the write, because the row of this call may be cancelled
+                # during the write.
                 del self._unwritten[: len(batch)]
 
     def ended(self, rows: BitMap64) -> None:
         """Delete the segments whose rows are all in part files now, except the newest segment.
 
-        Raises OSError.
-
-        `rows` are the rows of a new part file.
+        `rows` are the rows of a new part file. Raises OSError.
         """
         with self._lock:
             for path in [*self._segments]:
@@ -136,7 +141,7 @@ class TurnStore:
             self._end_segment()
 
     def _append(self, turns: list[tuple[int, str | None]]) -> None:
-        """Append rows to the newest segment, or to a new one if the newest is full. Raises OSError."""
+        """Append entries to the newest segment, or to a new one if the newest is full. Raises OSError."""
         rows, texts = zip(*turns, strict=True)
         table = pa.table([rows, texts], schema=_SCHEMA)
         with self._lock:

@@ -33,12 +33,13 @@ from batchrunner.output.task_lock import TaskLock
 log = logging.getLogger(__name__)
 
 FLUSH_FRACTION = 0.7
-"""Fraction of `output.durable` after which the oldest row in memory is written. The rest is for the write."""
+"""Fraction of `output.durable` after which the oldest row in memory is written, so that there is time left
+for the write itself."""
 FLUSH_BYTES = 64 << 20
-"""Size in bytes of the rows in memory at which they are written although they are not due."""
+"""Size in bytes of the rows in memory at which they are written before they are due."""
 LAG_FRACTION = 0.05
 """Time between two part files, as a fraction of the age of the attempt. With a constant time, a slow run of a
-week would write 20,000 files with few rows, which every reader has to list and open."""
+week would write 20,000 files with few rows, and every reader would have to list and open them."""
 LONGEST_LAG_S = 1800.0
 """Maximum time between two part files in seconds. A run of a week then writes about 420 part files."""
 _STRUCT_BYTES = 16
@@ -48,8 +49,8 @@ _STRUCT_BYTES = 16
 def part_interval_s(age_s: float, first_s: float) -> float:
     """Return the maximum seconds from the end of a row until it is in a part file.
 
-    The attempt is `age_s` seconds old. The first part files of an attempt come after `first_s` seconds, so
-    that users see results soon.
+    The attempt is `age_s` seconds old. The interval grows with the age, but is at least `first_s` seconds. So
+    users of a young attempt see results soon.
     """
     return max(first_s, min(LAG_FRACTION * age_s, LONGEST_LAG_S))
 
@@ -71,15 +72,16 @@ class ResultWriter:
     durable_s: float
     """Maximum seconds from the end of a row until it is in a journal on disk."""
     part_s: float
-    """Maximum seconds from the end of a row until it is in a part file; only in a young attempt if
-    `lag_grows`."""
+    """Maximum seconds from the end of a row until it is in a part file. With `lag_grows`, this time grows
+    with the age of the attempt."""
     lag_grows: bool
     """Whether the time between two part files grows with the age of the attempt. It must not grow in an
     object store, where only part files make rows durable."""
     lock: TaskLock
     """The lock of the task, which the caller holds."""
     committed: Callable[[BitMap64], None]
-    """Called in a thread with the rows of each new part file. It may block and raise OSError."""
+    """Called in a thread, with the rows of a part file, after each part file is written. It may block and
+    raise OSError."""
     disk: DiskWait
 
     def __post_init__(self) -> None:
@@ -96,9 +98,10 @@ class ResultWriter:
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        """Wakes the writing task: the buffer has got its first row or is full, or no more rows come."""
+        """Wakes `_write_when_due` when the buffer gets its first row or is full, or when no more rows
+        come."""
         self._has_room = asyncio.Event()
-        """Wakes `put`: rows have left the buffer, or the writing task has ended."""
+        """Wakes `put` when rows have left the buffer, or when `_write_when_due` has ended."""
         self._is_closing = False
 
     async def put(self, outcome: Outcome) -> None:
@@ -113,6 +116,8 @@ class ResultWriter:
         self._bytes += _text_bytes(outcome)
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write_when_due())
+        # Wake the writing task and wait until it has taken rows out of the buffer. If it has failed, `check`
+        # raises its error.
         while self._is_full():
             self.check()
             self._changed.set()
@@ -135,13 +140,13 @@ class ResultWriter:
             await self._wait_for_part()
         finally:
             for task in (self._writing, self._publishing):
-                if task is not None:  # Neither task may continue after the other has failed.
-                    task.cancel()
+                if task is not None:
+                    task.cancel()  # After one of the tasks has failed, the other must not continue.
                     await asyncio.gather(task, return_exceptions=True)
             self._part.close()
 
     def _is_full(self) -> bool:
-        """Return whether the rows in memory reach the size of a part file, and so must be written."""
+        """Return whether the rows in memory are enough for a part file, so that they must be written now."""
         return self._part.rows + len(self._buffer) >= self.part_rows or self._bytes >= FLUSH_BYTES
 
     async def _write_when_due(self) -> None:
@@ -150,17 +155,17 @@ class ResultWriter:
             while self._buffer or self._part.rows or not self._is_closing:
                 must_write_now = self._is_closing or self._is_full()
                 wait_s = 0.0 if must_write_now else self._due_s()
-                if wait_s is None or wait_s > 0:  # None: wait until the buffer has a row
+                if wait_s is None or wait_s > 0:  # None means to wait without a limit for the first row.
                     self._changed.clear()
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), wait_s)
                 else:
                     await self._write()
         finally:
-            self._has_room.set()  # A waiting `put` then raises the error that ended this task.
+            self._has_room.set()  # If this task failed, a waiting `put` then raises the error.
 
     def _due_s(self) -> float | None:
-        """Return the seconds until the next write is due: of the buffer's oldest row, or of the part file.
+        """Return the seconds until the buffer's oldest row, or the part file, must be written.
 
         Return None if there is nothing to write.
         """
@@ -170,7 +175,7 @@ class ResultWriter:
         return min(due_at) - time.monotonic() if due_at else None
 
     def _part_due_at(self, part: _PendingPart) -> float:
-        """Return the time by which a part file must be written, as `time.monotonic` counts."""
+        """Return the time, by `time.monotonic`, at which a part file must be written."""
         interval_s = self.part_s
         if self.lag_grows:
             interval_s = part_interval_s(part.first_at - self._began, self.part_s)
@@ -186,9 +191,10 @@ class ResultWriter:
         is_full = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
         part_is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
         last_part_is_late = self._publishing is not None and not self._publishing.done()
-        in_store = self.run_dir.store.objects is not None  # An object store may be unavailable for long.
         # A part file that is written at once makes its rows durable, so they need not go to the journal
-        # first.
+        # first. A part file may be late if the previous one is not written yet, or in an object store, which
+        # may be unavailable.
+        in_store = self.run_dir.store.objects is not None
         part_comes_at_once = part_is_due and not last_part_is_late and not in_store
         needs_journal = bool(outcomes) and not part_comes_at_once
         if needs_journal:
@@ -200,7 +206,7 @@ class ResultWriter:
         """Take at most `rows` rows out of the buffer, which may hold more if many came during a write."""
         outcomes, self._buffer = self._buffer[:rows], self._buffer[rows:]
         self._bytes = sum(map(_text_bytes, self._buffer))
-        self._oldest_at = time.monotonic()
+        self._oldest_at = time.monotonic()  # The remaining rows came during the last write.
         self._has_room.set()
         return outcomes
 
@@ -210,14 +216,15 @@ class ResultWriter:
 
     async def _begin_next_part(self) -> None:
         """Publish the part file in the background, and begin another part file for the next rows."""
-        await self._wait_for_part()  # Memory then holds at most two part files.
+        # Wait for the previous part file, so that at most two part files are in memory.
+        await self._wait_for_part()
         part = self._part
         self._publishing = asyncio.ensure_future(self._publish(part))
         self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
         self._has_room.set()
 
     async def _publish(self, part: _PendingPart) -> None:
-        """Write a part file, while rows that finish go to the journal of the next part file."""
+        """Write a part file. Rows that finish meanwhile belong to the next part file."""
         await self.disk.write(part.path, part.publish)
         # `publish` skips numbers that another attempt has used, so the next part file may need a higher
         # number.
@@ -226,7 +233,7 @@ class ResultWriter:
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
     async def _wait_for_part(self) -> None:
-        """Wait until the last part is written. Raises StorageError."""
+        """Wait until the previous part file is written. Raises StorageError."""
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
 
@@ -234,9 +241,9 @@ class ResultWriter:
 class _PendingPart:
     """The rows of the next part file, in memory and in the part file's journal.
 
-    Methods block, and may be called again after an OSError. A process that was suspended for a while may have
-    lost its task to another process, which has recovered the task. So `append_journal` and `publish` verify
-    the lock of the task before their writes count.
+    Methods block, and may be called again after an OSError. If this process was suspended for a while,
+    another process may have taken over and recovered the task. So `append_journal` and `publish` verify the
+    lock of the task before their writes take effect.
     """
 
     def __init__(self, run_dir: RunDir, number: int, lock: TaskLock) -> None:
@@ -244,29 +251,29 @@ class _PendingPart:
         self._lock = lock
         self.number = number
         self.rows = 0
-        """Number of input rows in the part file. Each has all its completions."""
+        """Number of input rows in the part file. All completions of a row are in the same part file."""
         self.bytes = 0
         """Size in bytes of the tables in memory."""
         self.first_at = 0.0
-        """When the first rows were added, by `time.monotonic`."""
+        """Time, by `time.monotonic`, at which the first rows were added; 0.0 before."""
         self._journal_path = run_dir.journal(number, lock.token)
         self._journal: Journal | None = None
         self._tables: list[pa.Table] = []
 
     @property
     def path(self) -> Path:
-        """Path that the part file will have, unless another part file already has this path."""
+        """Path of the future part file. If it is taken, `publish` uses a higher number."""
         return self._run_dir.part(self.number)
 
     def add(self, table: pa.Table, rows: int) -> None:
-        """Add the table of some input rows, in memory only."""
+        """Add finished rows in memory. `table` has the results of `rows` input rows."""
         self.first_at = self.first_at or time.monotonic()
         self._tables.append(table)
         self.rows += rows
         self.bytes += table.nbytes
 
     def append_journal(self) -> None:
-        """Append the table that was added last to the journal, and sync the journal to the disk."""
+        """Append the table of the last `add` to the journal, and sync the journal to the disk."""
         self._lock.verify()
         if self._journal is None:
             make_directory(self._journal_path.parent)
@@ -274,14 +281,15 @@ class _PendingPart:
         self._journal.append(self._tables[-1])
 
     def publish(self) -> None:
-        """Write the part file and delete its journal."""
+        """Write the rows to a part file, and delete the journal, which is no longer needed."""
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
         self._journal_path.unlink(missing_ok=True)
-        self.number = number  # Last, so that a repeated call begins at the same number.
+        # The number is set last, so that a repeated call after an OSError begins at the same number.
+        self.number = number
 
     def row_set(self) -> BitMap64:
-        """Return the ordinals (row numbers in the input) of the part file's rows."""
+        """Return the set of ordinals (row numbers in the input) of the part file's rows."""
         chunks = [chunk for table in self._tables for chunk in table.column("row").chunks]
         return rows_of_column(pa.chunked_array(chunks))
 
@@ -293,7 +301,7 @@ class _PendingPart:
 
 
 def _text_bytes(outcome: Outcome) -> int:
-    """Return the approximate bytes of an outcome's texts and optional columns in memory."""
+    """Return the approximate size in bytes of an outcome's texts and optional columns in memory."""
     completion = outcome.completion
     if completion is None:
         return 0

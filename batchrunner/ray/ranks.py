@@ -58,7 +58,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     other_ranks = []
-    for rank, resources in enumerate(group.bundle_specs[1:], 1):  # Bundle 0 is this machine.
+    for rank, resources in enumerate(group.bundle_specs[1:], 1):
+        # Bundle 0 is this machine, which runs rank 0.
         actor = ray.remote(Rank).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -72,7 +73,8 @@ def main() -> int:
             if ended_ranks:
                 # A server cannot go on without one of its ranks, so a clean end is a failure, too.
                 return ray.get(ended_ranks[0]) or 1
-            if select.select([sys.stdin], [], [], 0.2)[0]:  # The run has closed standard input.
+            if select.select([sys.stdin], [], [], 0.2)[0]:
+                # The run has closed standard input.
                 break
         return first_rank.returncode or 0
     finally:

@@ -46,7 +46,8 @@ def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         return 0
     largest_node = int(max(on_nodes, default=0))
     if engine.device == "cpu" or (engine.device == "auto" and not largest_node):
-        return 0  # The engine runs on the CPU.
+        # The engine runs on the CPU.
+        return 0
     if engine.replicas == "auto":
         raise JobError(
             "engine.replicas: auto does not work on Ray: an actor gets its GPUs before replicas are counted",
@@ -85,7 +86,8 @@ class StageCall:
         `directory` is used for temporary files.
         """
         call = self.call
-        if call.parse is not None:  # The function of `parse` may take the row, so the row must be carried.
+        if call.parse is not None:
+            # The function of `parse` may take the row, so the row must be carried.
             call = replace(call, columns=columns.names if self.columns is None else self.columns)
         return call.job(columns, [str(directory)], directory)
 
@@ -109,6 +111,7 @@ class StageCall:
         for name in names_to_keep:
             if name not in columns.names:
                 raise unknown_column(InputError, "columns", name, columns.names)
+        # The result columns, whatever columns the rows have.
         result_names = schema_of_run(pa.schema([]), plan).names
         prefixed_names = {f"{self.prefix}{name}" for name in result_names if name != "row"}
         if duplicates := [name for name in names_to_keep if name in prefixed_names]:
@@ -134,7 +137,8 @@ class BlockOutlet:
     """Receives the outcomes of a stream, and collects them by block. `open_block` is thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks: deque[PendingBlock] = deque()  # pending blocks, in the order of their rows
+        # Pending blocks are kept in the order of their rows.
+        self._blocks: deque[PendingBlock] = deque()
         self._lock = threading.Lock()
         self._rows = 0
         """Number of rows in all blocks so far."""
@@ -237,6 +241,7 @@ class BlockStream:
             pending = self._outlet.open_block(block.num_rows)
             for batch in block.to_batches(max_chunksize=MOST_ROWS):
                 if not self._buffer.put(batch):
+                    # The stream has ended, so it takes no more rows.
                     break
             return pending
 
@@ -275,7 +280,8 @@ class EngineWorker:
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         """Return the rows of a batch with their answers; raises BatchrunError."""
-        async with self._opening:  # The first call starts the stream for all calls.
+        async with self._opening:
+            # The first call starts the stream for all calls.
             stream = self._stream
             if stream is None:
                 stream = self._stream = await asyncio.to_thread(
@@ -372,5 +378,6 @@ def generate(
         compute=compute,
         num_cpus=num_cpus,
         num_gpus=gpus_required(call.engine, resource_of_nodes("GPU")),
-        udf_modifying_row_count=is_rollout,  # A rollout may return several results for a row.
+        # A rollout may return several results for a row.
+        udf_modifying_row_count=is_rollout,
     )

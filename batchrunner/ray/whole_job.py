@@ -148,6 +148,7 @@ def run_on_ray(
                 )
             if retry_failed:
                 plan_failed_rows(loaded)
+            # Ray may restart actors without limit; `Workers` counts the deaths and sets the limit.
             actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
             next_line = 0.0
             with contextlib.closing(Workers(loaded, shared, control)) as group:
@@ -197,7 +198,8 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
             f"--address {cluster}: Ray cannot connect: {_first_line(failure)}",
             hint="give host:port of the head node, or --address local for a cluster of this machine alone",
         ) from None
-    except SystemExit:  # Ray's handler of SIGTERM raises this error.
+    except SystemExit:
+        # Ray's handler of SIGTERM raises this error.
         control.drain(*SIGNALS[signal.SIGTERM])
         raise control.interrupted("before the first row was sent") from None
     # `ray.init` has set its own handler of SIGTERM. It is replaced, so that the run can drain the workers.
@@ -217,6 +219,7 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
     `output` is the job's output path. Raises OutputError if the mark file cannot be written, and JobError if
     Ray would delete the results together with its copy of the working directory.
     """
+    # With a `working_dir`, each node works in its own copy of the directory, which Ray deletes at the end.
     is_copy = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     directory = None if is_copy else str(Path.cwd())
     if store_address(output) is not None:
@@ -281,14 +284,17 @@ class Workers:
                 self.last = ray.get(reference)
             except RayTaskError as failure:
                 self._record_failure(failure.cause)
-            except RayError as failure:  # The actor, its process or its node is gone or unreachable.
-                if isinstance(failure, ActorUnavailableError):  # Ray does not know yet if the actor died.
+            except RayError as failure:
+                # The actor, its process or its node is gone or unreachable.
+                if isinstance(failure, ActorUnavailableError):
+                    # Ray does not know yet whether the actor died.
                     time.sleep(TIMING.ray_poll)
                 else:
                     self._deaths += 1
                 if self._stop_reason is None and self._deaths <= MOST_DEATHS:
                     log.warning("a worker died and is restarted: %s", _first_line(failure))
-                    self.start(actor)  # Ray itself restarts the actor behind this handle (`max_restarts`).
+                    # Ray itself restarts the actor behind this handle (`max_restarts`).
+                    self.start(actor)
                     continue
                 self._record_failure(failure)
             ray.kill(actor)
@@ -315,7 +321,8 @@ class Workers:
         if self._actors and cause.exit_code != EXIT_WRONG:
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
-            self.error = cause  # The error of a wrong job takes precedence over a lost engine.
+            # The error of an invalid job takes precedence over a lost engine.
+            self.error = cause
 
     def _stop_if_over(self) -> None:
         """Stop the workers if the run is over or a signal asks for a stop.
@@ -331,6 +338,7 @@ class Workers:
                 return
         for reference, (actor, placed) in list(self._actors.items()):
             if _is_ready(placed):
+                # The actor runs, so it can let its rows in flight finish.
                 actor.stop.remote(*self._stop_reason)
             else:
                 del self._actors[reference]

@@ -61,7 +61,7 @@ class AnswerComparison:
     failed_in_both: int = 0
     """Number of rows that failed in both runs."""
     examples: list[dict[str, Any]] = field(default_factory=list)
-    """Examples of rows with different outputs, each with `row` and the shortened outputs `first` and
+    """Some rows with different outputs, each with `row` and the shortened outputs `first` and
     `second`.
     """
 
@@ -70,6 +70,7 @@ class AnswerComparison:
         title = f"answers of {self.first} and {self.second}"
         if self.not_compared is not None:
             return [f"{title}: not compared: {self.not_compared}"]
+        # Failures and examples get lines only if there are any.
         lines = [
             f"{title}: {counted(self.rows, 'row')} in both runs",
             f"same output: {self.same:,}, different output: {self.different:,}",
@@ -170,6 +171,7 @@ def _different_settings(contents: Sequence[Mapping[str, Any]]) -> dict[str, list
         settings["model"] = content["engine"].get("model")
         settings |= _leaves("versions", content["versions"])
         settings_of_runs.append(settings)
+    # `dict.fromkeys` keeps each name once, in the order in which the names first occur.
     different = {}
     for name in dict.fromkeys(name for settings in settings_of_runs for name in settings):
         values = [settings.get(name) for settings in settings_of_runs]
@@ -252,6 +254,7 @@ def _counts(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
         "failed_in_second_only": "first.ok AND NOT second.ok",
         "failed_in_both": "NOT first.ok AND NOT second.ok",
     }
+    # One query counts the rows of all conditions, among the rows that both runs have.
     counts = ", ".join(f"count(*) FILTER ({condition})" for condition in conditions.values())
     numbers = connection.execute(f"SELECT {counts} FROM first JOIN second USING (row, rollout)").fetchone()  # noqa: S608
     return dict(zip(conditions, numbers or (), strict=True))

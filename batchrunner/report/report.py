@@ -218,6 +218,7 @@ class Report:
             return f", {self.output_tokens_per_s:,.0f} output tokens/s ({self.output_tokens:,} in all)"
         if not self.prompt_tokens:
             return ""
+        # A run of no measurable length must not divide by zero.
         rate = self.prompt_tokens / max(self.wall_s, 0.001)
         return f", {rate:,.0f} input tokens/s ({self.prompt_tokens:,} in all)"
 
@@ -226,6 +227,7 @@ class Report:
         failures = sum(incident["what"] in {"died", "hangs"} for incident in self.incidents)
         lines = [f"the engine died or hung {counted(failures, 'time')}"] if failures else []
         for incident in self.incidents:
+            # This incident records a restart with changed flags.
             if incident["what"] == "healed":
                 new_flags = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
                 lines.append(f"{incident['who']} was restarted with {new_flags}: {incident['why'][:150]}")
@@ -299,14 +301,16 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     spans = [span for worker in workers for span in attempt_spans(worker.events)]
     wall_s = union_s(spans)
     done = done_by_all(run_dir)
-    counts = replace(done.counts, ok=len(done.answered))  # A row that is in two result files counts once.
+    # A row that is in two result files counts once.
+    counts = replace(done.counts, ok=len(done.answered))
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     end = RunEnd(
         rows_total=report.rows_total,
         rows_failed=report.rows_failed,
         max_failed_rows=max_failed_rows_of(facts),
         rows_left=report.rows_left,
-        stop=RunVerdict(EXIT_STOPPED, "not finished"),  # This counts only if rows remain.
+        # The stop counts only if rows remain.
+        stop=RunVerdict(EXIT_STOPPED, "not finished"),
     )
     exit_code, reason = verdict_of(end)
     report = replace(

@@ -91,6 +91,7 @@ def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: byt
     objects = RunObjects(address, StorageSpec())
     with writing(Path(str(address)), OutputError):
         outdated = {stored.name for stored in objects.below()} - {CARD, *files}
+        # All objects count here, also those that the upload would replace.
         if not force and objects.below():
             raise OutputError(f"{address}: is not empty", hint="give --force to replace what is in it")
         for name, file in files.items():

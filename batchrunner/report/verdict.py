@@ -66,6 +66,7 @@ def verdict_of(end: RunEnd) -> RunVerdict:
     """
     if end.failure is not None:
         return RunVerdict(end.failure.exit_code, str(end.failure))
+    # A requested stop counts only if it has left rows.
     if end.rows_left or end.rows_unheld:
         return _incomplete(end) if end.stop is None else end.stop
     if end.added_files:

@@ -154,7 +154,8 @@ class Adaptation:
         rates_before = self._rates()
         server.adapt(new_args, step.why)
         yield from self._measure_window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
-        server.keep()  # From now on, a death of the server does not revert its flags.
+        # From now on, a death of the server does not revert its flags.
+        server.keep()
         # A server that failed to start with the new flags has other flags now. That counts as a loss of all
         # speed.
         has_new_args = server.adapted == new_args

@@ -34,7 +34,7 @@ def advise(
     situation = _read(source, span_s)
     situation.facts.card = card or situation.facts.card
     situation.facts.config = config_of(situation.facts)
-    # To ask an interpreter for its flags takes seconds, so that is only done if the advice names flags.
+    # Asking an interpreter for its flags takes seconds, so this is done only if the advice names flags.
     names_flags = any(advice.args for advice in apply_all(situation, Flags()))
     flags = _flags(situation, python, ask=names_flags)
     return AdviceReport(hidden(source), situation, apply_all(situation, flags), flags)

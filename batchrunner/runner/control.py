@@ -108,7 +108,8 @@ class Control:
 
     def check(self) -> None:
         """Raise BatchrunError if the run must stop before the first row is sent."""
-        if self._stopped.is_set():  # A call of `sleep` for each row would be slow.
+        # `sleep` would be slow for each row, so it is called only after a request to stop.
+        if self._stopped.is_set():
             self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -161,7 +162,10 @@ class RunSignals:
     """Timers that stop the run or end the process."""
 
     def came(self, number: signal.Signals) -> None:
-        """Handle a signal, in the thread of `SignalWatch`."""
+        """Handle a signal, in the thread of `SignalWatch`.
+
+        A signal drains the run. If it has a grace period (`_grace_s`), the run stops at once after that.
+        """
         if number not in SIGNALS:
             return
         reason, exit_code = SIGNALS[number]

@@ -49,7 +49,7 @@ LONGEST_MESSAGE = 200
 
 
 class CorpusRefusedError(Exception):
-    """A server refuses a request about corpora. The message is the server's."""
+    """Raised when a server refuses a request about corpora. The message is the server's."""
 
 
 @dataclass(slots=True)

@@ -231,7 +231,7 @@ class LeasedRows(TaskRows):
     def _take_free(self) -> Lease | None:
         """Take a lease that was free at the last look; return None if no lease was free."""
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
-            # The lock keeps the end of another lease from putting the beacon out before the new lease is
+            # Without the lock, the end of another lease could delete the beacon before the new lease is
             # noted.
             with self._lock:
                 self._beacon.light()
@@ -287,7 +287,10 @@ class LeasedRows(TaskRows):
             self._others.look_without_beacons(set(leases.held().values()) - {self._prepared.run_dir.task})
 
     def _pause_s(self) -> float:
-        """Return the seconds between two listings of the lease files, which grow with the workers."""
+        """Return the pause between two listings of the lease files, in seconds.
+
+        The pause grows with the number of workers.
+        """
         return min(max(POLL_S, len(self._others) / WORKERS_PER_LISTING), LONGEST_PAUSE_S)
 
     def _pause_before_look(self) -> float:
@@ -310,8 +313,8 @@ class LeasedRows(TaskRows):
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
                 self._others.remove(task)
-        # Another worker has taken over from the dead worker, or is about to.
         except (TaskHeldError, TaskLockLostError):
+            # Another worker has taken over from the dead worker, or is about to.
             return
         dead.store.discard_copy(task)
         if unfinished:
@@ -385,7 +388,7 @@ def join(
                 leases.refresh()  # Another worker may have made a plan before the lock was free.
                 plans_before = len(leases.plans)
                 _plan(prepared, start, leases, control)
-                # The plan was not needed, because no row is without a plan.
+                # No plan was written, because every row is in a plan already.
                 if len(leases.plans) == plans_before:
                     break
     assert leases.plan is not None

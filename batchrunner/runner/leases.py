@@ -165,7 +165,7 @@ class Leases:
         return sum(map(self._count, range(len(self))))
 
     def held(self) -> dict[int, str]:
-        """Return the name of the worker that holds each held lease, by the number of the lease."""
+        """Return the name of the worker that holds a lease, for each held lease by its number."""
         return {
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
@@ -228,9 +228,9 @@ class Leases:
         return Lease(number=number, turn=turn, rows=self._rows(number, turn), positions=positions, copy=copy)
 
     def _copy(self, name: str) -> Path:
-        """Fetch a sorted copy if this machine lacks it, and return its path.
+        """Fetch a sorted copy if this machine lacks it; return its path.
 
-        The copy may have been deleted.
+        The path may not exist, because the copy may have been deleted.
         """
         self.store.bring(self.directory / name)
         return self.directory / name

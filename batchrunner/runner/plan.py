@@ -99,7 +99,7 @@ class RunPlan:
     def with_reused(self, reused: BitMap64) -> RunPlan:
         """Return the plan without the rows that got their answers from another run (`output.reuse`).
 
-        The rows are not added to `kept`, because the start counts them as finished by itself.
+        The rows are not added to `kept`, because the start counts reused rows separately.
         """
         return replace(self, missing=self.missing - reused)
 

@@ -159,8 +159,9 @@ def prepare(
         before = None if fresh else _fingerprint_of(run_dir)
         if before is not None:  # Files to which rows were appended are recognized as those of the run.
             dataset.recognize(before["files"])
-        # The answers of the other run can be reused only if the fields of the prompts have the same order.
         elif job.output.reuse is not None:
+            # The answers of the other run can be reused only if the fields of the prompts have the same
+            # order.
             before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
     except BaseException:  # A job that is refused leaves no copies and no processes behind.
@@ -239,7 +240,7 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
             if _is_held(possible_users):
                 return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
-        # `rmdir` succeeds only if the directory is empty, because the run has not begun.
+        # If the run has not begun, its directory is empty. Otherwise `rmdir` fails, and the directory stays.
         run_dir.path.rmdir()
 
 
@@ -265,7 +266,7 @@ def _is_held(tasks: list[RunDir]) -> bool:
 
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
-    """Open the input. Raises OutputError if it contains results of the run `run`, which would grow it."""
+    """Open the input. Raises OutputError if the input contains results of this run, whose path is `run`."""
     paths = with_merged_results(job.input.path, run=run, storage=job.storage)
     prompt = job.prompt
     batch_rules = BatchRules(prompt.allows_repeated) if isinstance(prompt, BatchPrompts) else None

@@ -133,7 +133,8 @@ class Reuse:
         old_weights = self._facts["engine"].get("weights")
         if old_weights and weights:
             pairs["weight_version"] = old_weights, weights
-        # Without a task (such as embedding), these are columns of `parse`, which is called again.
+        # The columns of a task such as embedding are stored, so their types must be the same. For a generate
+        # job, these are the columns of `parse`, which is called again.
         if prepared.answers.task is not None:
             for name, _ in prepared.answers.parsed:
                 pairs[name] = old["columns"].get(name), new["columns"].get(name)
@@ -217,7 +218,8 @@ class Reuse:
             computed_names |= {name for name, _ in prepared.answers.parsed}
         names = {*schema.names} - computed_names
         stored_names = {name for stored_schema in stored_schemas for name in stored_schema.names}
-        if not stored_names.issuperset(names):  # the other run is of an earlier version, without some columns
+        # The other run was made by an earlier version, whose part files lack some columns.
+        if not stored_names.issuperset(names):
             return
         # The metadata names the model that made the answers.
         schema = schema.with_metadata(stored_schemas[0].metadata)
@@ -236,16 +238,24 @@ class Reuse:
                     carried = prepared.renderer.carried(batch)
                     answers_of_batch = answers.slice(position, len(carried))
                     position += len(carried)
-                    columns = {name: answers_of_batch.column(name) for name in names}
-                    columns |= {name: carried.column(name) for name in carried.schema.names}
-                    for name, values in self._parsed(answers_of_batch, carried).items():
-                        columns[name] = arrow_array(values, schema.field(name).type)
-                    table = pa.Table.from_arrays(
-                        [columns[field.name].cast(field.type) for field in schema], schema=schema
-                    )
+                    table = self._table(answers_of_batch, carried, names, schema)
                     counts = _counts_of(table)
                     self.counts += counts.ok + counts.failed
                     yield with_counts(table, counts)
+
+    def _table(
+        self, answers: pa.RecordBatch, carried: pa.RecordBatch, stored_names: set[str], schema: pa.Schema
+    ) -> pa.Table:
+        """Return a table with this schema: stored columns, copied columns, and the columns of `parse`.
+
+        `answers` has the stored columns `stored_names`. `carried` has the columns that are copied from the
+        input, for the same rows.
+        """
+        columns = {name: answers.column(name) for name in stored_names}
+        columns |= {name: carried.column(name) for name in carried.schema.names}
+        for name, values in self._parsed(answers, carried).items():
+            columns[name] = arrow_array(values, schema.field(name).type)
+        return pa.Table.from_arrays([columns[field.name].cast(field.type) for field in schema], schema=schema)
 
     def _parsed(self, answers: pa.Table, carried: pa.RecordBatch) -> dict[str, list[Any]]:
         """Return the columns that `parse` makes of answers, and the column `error`; {} without `parse`.
@@ -265,15 +275,13 @@ class Reuse:
             for row, value in zip(rows, shown_values(column), strict=True):
                 row[name] = value
         # Call `parse` once for each text, with the row if the function takes it.
-        calls: list[tuple[Any, ...]] = [
-            (text, row) if facts.takes_row else (text,)
-            for texts, row in zip(texts_of_rows, rows, strict=True)
-            for text in texts
-        ]
+        calls: list[tuple[Any, ...]] = []
+        for texts, row in zip(texts_of_rows, rows, strict=True):
+            calls += [(text, row) if facts.takes_row else (text,) for text in texts]
         results = iter(functions.call_many(PARSE, calls, self._control.check))
 
         # Group the results by row again. The value of a column is a list if a row has several completions.
-        columns: dict[str, list[Any]] = {name: [] for name in ("error", *(name for name, _ in facts.columns))}
+        columns: dict[str, list[Any]] = {"error": [], **{name: [] for name, _ in facts.columns}}
         for texts in texts_of_rows:
             results_of_row = [next(results) for _ in texts]
             errors = [
@@ -297,6 +305,7 @@ class Reuse:
         for items in self._prepared.batches(selected, self._control.check):
             for item in items:
                 row, _, position, digests_of_batch = item.ref
+                # An item that cannot be sent has no request, and gets no stored answer.
                 if isinstance(item, Request) and digests_of_batch:
                     digests.write(item, prompt_bytes(item))
                     shares = is_repeatable(item) and self._prepared.dedupes

@@ -522,7 +522,7 @@ class Run:
     # Report
 
     def _report(self, sending: Sending, end: SendingEnd, earlier: Sequence[tuple[float, float]]) -> Report:
-        """Return the report of this attempt. `earlier` has the begin and the end of each earlier attempt."""
+        """Return the report of this attempt. `earlier` has the start and end times of earlier attempts."""
         wall_s = time.monotonic() - self.began
         sending.progress.write_incidents()
         work, info = self.work, self.engine.info

@@ -149,8 +149,9 @@ async def _columns_of_answer(
     if failures:
         number = min(failures)
         return completion, of_sample(str(failures[number]), number, completion)
-    names = [name for name, _ in functions.facts[PARSE].columns]
-    parsed = {name: [values[name] for values in results] for name in names}
+    parsed: dict[str, list[Any]] = {}
+    for name, _ in functions.facts[PARSE].columns:
+        parsed[name] = [values[name] for values in results]
     return completion._replace(columns={**completion.columns, **parsed}), None
 
 
@@ -357,6 +358,7 @@ class Sending:
             # Samples are taken more often early in a run: at intervals of 2 % of its age.
             self._next_sample_at = now + min(LOGGED_EVERY_S, (now - self._began) / 50)
             self._events.write("sample", **msgspec.to_builtins(sample))
+            # Flag tuning and corpora get the logged samples, unless they still process an earlier one.
             is_adapting = self._adapting is not None and not self._adapting.done()
             if self._adaptation is not None and not is_adapting:
                 self._adapting = asyncio.create_task(self._adapt(self._adaptation, sample, now))

@@ -165,6 +165,22 @@ def _task(run_dir: RunDir, done: DoneRows, sample: LoggedSample | None, holder: 
 
 def status_lines(state: RunStatus) -> list[str]:
     """Return the state of a run as lines for a person."""
+    lines = [f"{state.path}: {state.model or 'no row was sent yet'}", _counts_line(state)]
+    lines += cause_lines(state.failures, "failed")
+    leases = state.leases
+    if leases:
+        held = sum(leases.held.values())
+        lines.append(f"{leases.total:,} leases: {leases.done:,} done, {held:,} held, {leases.free:,} free")
+    lines += _worker_lines(state)
+    if len(state.tasks) > 1 and state.time_left_s is not None:
+        lines.append(f"together: {state.rows_per_s:,.1f} rows/s, {duration(state.time_left_s)} left")
+    if not state.running:
+        lines.append("finished" if state.finished else _how_to_go_on(state.reason))
+    return lines
+
+
+def _counts_line(state: RunStatus) -> str:
+    """Return the counts of rows and output tokens as a line."""
     total, on_disk = state.rows_total, state.rows_on_disk
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
@@ -175,26 +191,20 @@ def status_lines(state: RunStatus) -> list[str]:
     if total is not None:
         done_share = on_disk / total if total else 1.0
         stored = f"{on_disk:,} of {total:,} rows on disk ({done_share:.1%})"
-    lines = [
-        f"{state.path}: {state.model or 'no row was sent yet'}",
-        f"{stored}, {reused}{state.rows_failed:,} failed{decoded}",
-    ]
-    lines += cause_lines(state.failures, "failed")
-    leases = state.leases
-    if leases:
-        held = sum(leases.held.values())
-        lines.append(f"{leases.total:,} leases: {leases.done:,} done, {held:,} held, {leases.free:,} free")
+    return f"{stored}, {reused}{state.rows_failed:,} failed{decoded}"
+
+
+def _worker_lines(state: RunStatus) -> list[str]:
+    """Return lines about the workers. If many workers have ended, one line has the sums over all of these."""
+    lines: list[str] = []
+    held = state.leases.held if state.leases else {}
     ended = [task for task in state.tasks if not task.running and task.task != MAIN_TASK]
     if len(ended) > MOST_NAMED:
         rows, failed = sum(task.rows_on_disk for task in ended), sum(task.rows_failed for task in ended)
         lines.append(f"{len(ended)} workers that ended: {counted(rows, 'row')} on disk, {failed:,} failed")
     for task in state.tasks:
         if task.running or len(ended) <= MOST_NAMED:
-            lines += _task_lines(task, leases.held.get(task.task, 0) if leases else 0)
-    if len(state.tasks) > 1 and state.time_left_s is not None:
-        lines.append(f"together: {state.rows_per_s:,.1f} rows/s, {duration(state.time_left_s)} left")
-    if not state.running:
-        lines.append("finished" if state.finished else _how_to_go_on(state.reason))
+            lines += _task_lines(task, held.get(task.task, 0))
     return lines
 
 

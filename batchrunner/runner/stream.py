@@ -433,6 +433,7 @@ class Handover:
         while not self._outcomes and not self._ended:
             await self._change()
         outcomes, self._outcomes = self._outcomes, []
+        # `put` may wait for room.
         self._changed.set()
         if not outcomes:
             return []
@@ -440,7 +441,7 @@ class Handover:
         carried = {outcome.ref.row: carried_of(outcome.ref) for outcome in outcomes}
         rows = table_of(outcomes, self._schema, self._plan).to_pylist()
         returned = [orjson.loads(row.pop(RETURNED, None) or "{}") for row in rows]
-        # Of two columns with the same name, the later one in this order wins.
+        # If two columns have the same name, the later one in this order wins.
         return [
             {"row": row["row"]} | carried[row["row"]] | row | columns
             for row, columns in zip(rows, returned, strict=True)

@@ -190,8 +190,8 @@ class TrialRunner:
             failed_share = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
             if report.failures and not report.rows_ok:
                 meter.stop(("measured", f"all rows failed, for example: {report.failures[0]['example']}"))
-            # The meter stops the run with EXIT_STOPPED once the speed is known. Without a result of the
-            # meter, the stop was an error.
+            # The meter itself stops the run once the speed is known. A stop that does not come from the meter
+            # is an error.
             if report.exit_code == EXIT_STOPPED and meter.end is None:
                 raise BatchrunError(f"the sample could not be sent: {report.reason}")
         except EngineLostError as failure:

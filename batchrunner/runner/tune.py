@@ -147,6 +147,7 @@ def _trial(setting: FlagSetting, job_args: Args) -> dict[str, Any]:
     return {
         "args": changes(setting.args, job_args),
         "replicas": setting.replicas,
+        # Without a trial that was measured to its end, give the speed of the newest trial.
         "tokens_per_s": setting.speeds or [setting.newest.tokens_per_s],
         "ended": setting.newest.ended,
         "verdict": setting.verdict,
@@ -162,11 +163,15 @@ def _trial_lines(trial: dict[str, Any]) -> list[str]:
     running = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
     flags = command_line(trial["args"]) or "the job's own"
     flags += f", {trial['replicas']} replicas" if trial["replicas"] > 1 else ""
+    mark = "  <- best" if trial["best"] else ""
     line = (
         f"{speed:>20} {running:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
-        f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if trial['best'] else ''}"
+        f"{signs['retractions_per_min']:>6.0f}/min  {flags}{mark}"
     )
-    return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]
+    if not trial["verdict"]:
+        return [line]
+    indent = " " * 54  # The verdict stands below the flags.
+    return [line, f"{indent}{trial['verdict']}"]
 
 
 def tune(

@@ -111,7 +111,8 @@ def _table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
 
     The metadata of columns may differ between input files.
     """
-    return pa.concat_tables(
-        pa.Table.from_arrays([batch.column(name) for name in schema.names], schema=schema)
-        for batch in batches
-    )
+    tables = []
+    for batch in batches:
+        columns = [batch.column(name) for name in schema.names]
+        tables.append(pa.Table.from_arrays(columns, schema=schema))
+    return pa.concat_tables(tables)

@@ -77,7 +77,8 @@ class WorkFinder:
             from batchrunner.runner.reuse import Reuse  # noqa: PLC0415 - only for such jobs
 
             reuse = Reuse(prepared, self.control, model, weights)
-        with writing(run_dir.path):  # turns an OSError into a StorageError that names this path
+        # `writing` turns an OSError into a StorageError that names this path.
+        with writing(run_dir.path):
             # Another machine may have written files that an NFS client does not list yet.
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
                 refresh_listing(directory)

@@ -36,6 +36,7 @@ class ApiError(web.HTTPException):
         self.status_code = status
         kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         if status == HTTPStatus.TOO_MANY_REQUESTS:
+            # OpenAI's API has error types of its own for this status.
             kind = QUOTA if code == QUOTA else "requests"
         error = {"message": message, "type": kind, "param": param, "code": code}
         super().__init__(

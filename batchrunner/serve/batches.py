@@ -32,12 +32,14 @@ from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.samples import RunSample
 from batchrunner.runner.control import Control
 from batchrunner.runner.foreground import TERM_DRAIN_S
 from batchrunner.runner.prepare import prepare
-from batchrunner.runner.progress import Progress, ProgressCalls
+from batchrunner.runner.progress import Display
 from batchrunner.runner.run import execute
 from batchrunner.runner.shared_engine import SharedEngine
+from batchrunner.serve.activity import Activity
 from batchrunner.serve.api_errors import RATE_LIMIT
 from batchrunner.serve.owners import Owners, queued_requests
 from batchrunner.serve.state import BATCHES, FILES, OWNER, Record, State, now
@@ -62,6 +64,26 @@ _LINE_NUMBER = re.compile(r"lines? (\d+)")
 def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record:
     """Return the field `request_counts` of a batch, as OpenAI's API has it."""
     return {"total": total, "completed": completed, "failed": failed}
+
+
+class BatchDisplay(Display):
+    """Shows clients the state of a batch's run: the counts of its requests, and the server's activity."""
+
+    def __init__(self, batch: Record, activity: Activity) -> None:
+        self._batch, self._activity = batch, activity
+
+    def show(self, sample: RunSample) -> None:
+        """Show the present state of the run."""
+        self._batch["request_counts"] = request_counts(
+            total=sample.rows_total,
+            completed=sample.rows_done - sample.rows_failed,
+            failed=sample.rows_failed,
+        )
+        self._activity.update(self._batch["id"], sample, time.time())
+
+    def close(self) -> None:
+        """Take the run, which has ended, out of the activity."""
+        self._activity.end(self._batch["id"])
 
 
 class TooManyRequestsError(InputError):
@@ -91,6 +113,7 @@ class Batches:
         self.info = engine.info
         self._options = options
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
+        self.activity = Activity()
         self._owners = owners
         most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most_running))
@@ -126,6 +149,7 @@ class Batches:
         """
         for control, _ in self._running.values():
             control.drain(_SHUTDOWN)
+        # An error of a batch must not end the wait for the other batches.
         ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ends, TERM_DRAIN_S)
@@ -190,25 +214,20 @@ class Batches:
             finally:
                 turns.release()
         except BatchrunError:
-            if control.reason is None:  # Otherwise the error only says that `control` stopped the batch.
+            if control.reason is None:
+                # Otherwise the error only says that `control` stopped the batch.
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:
         """Run the job of a batch; raises BatchrunError if it fails or lines remain without a result."""
-
-        def show_counts(progress: Progress) -> None:
-            completed = progress.rows_done - progress.rows_failed
-            batch["request_counts"] = request_counts(
-                total=progress.rows_total or 0, completed=completed, failed=progress.rows_failed
-            )
-
         report = await execute(
             self._job(batch),
-            displays=[ProgressCalls(show_counts)],
+            displays=[BatchDisplay(batch, self.activity)],
             engine=self._engine,
             control=control,
             account=self._owners.account_of(_owner_of(batch)),
         )
+        # The counts in the report are exact; those of the last progress may be a second old.
         batch["request_counts"] = request_counts(
             total=report.rows_total, completed=report.rows_ok, failed=report.rows_failed
         )
@@ -247,6 +266,7 @@ class Batches:
             for number, request, problem in self._lines(batch)
             if problem is None and request[URL] != endpoint
         )
+        # Reading ends at the last fault that is reported, because the batch is refused in any case.
         faults = [*islice(other_urls, MOST_FAULTS)]
         if faults:
             raise BatchFileError(faults[0].problem, faults)
@@ -256,6 +276,7 @@ class Batches:
         """Yield each line of a batch's file: its number, its request, and its fault (None if it has none)."""
         path = self._state.path_of(FILES, batch["input_file_id"])
         with pa.OSFile(str(path)) as file:
+            # The content was stored without its ending, so only its first bytes show the compression.
             codec = codec_of(file.read(HEAD_BYTES), None)
             file.seek(0)
             source = decompressed(file, codec)
@@ -271,6 +292,7 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
+        # The lines of a batch that ended early, each with the error that it gets if it has no answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)
@@ -313,6 +335,7 @@ def _errors_of(failure: InputError, path: Path) -> list[Record]:
     if isinstance(failure, BatchFileError):
         return [_error(code, problem, line=line) for line, code, problem in failure.line_faults]
     code = RATE_LIMIT if isinstance(failure, TooManyRequestsError) else "invalid_file"
+    # Other errors name the line only in their text.
     line = _LINE_NUMBER.search(failure.message)
     return [_error(code, failure.message.replace(str(path), path.name), line=line and int(line[1]))]
 

@@ -93,7 +93,8 @@ class FilesApi:
         fields: Record = {}
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader) or len(fields) == MOST_FIELDS:
-                raise ValueError  # `upload` turns this into an ApiError.
+                # `upload` turns this error into an ApiError.
+                raise ValueError
             if part.name == "file":
                 await self._write_part(part, target, owner)
                 # File names may have lone surrogates, which no JSON can hold.

@@ -135,6 +135,7 @@ class Owners:
         """Calls that an owner may make at once, and when that number was computed, by name of the owner."""
         self._day = _today()
         with using_run(str(usage)):
+            # A server without a file of keys has no limits of tokens, and so saves no numbers.
             stored = json.loads(usage.read_bytes()) if keys is not None and usage.exists() else {}
         self._tokens: dict[str, int] = stored["tokens"] if stored.get("day") == self._day else {}
         """Tokens of this day as they were last read or saved, by name of the owner."""
@@ -158,6 +159,7 @@ class Owners:
             log.warning("%s; the old keys stay in force", failure)
             return
         log.warning("--keys %s: read again, %d owners", self._keys, self.count)
+        # Accounts of owners without a batch since the server's start are made later, with the new limits.
         for owner in self._owners:
             if owner.name in self._accounts:
                 account = self._accounts[owner.name]
@@ -215,6 +217,7 @@ class Owners:
                 429,
                 f"You used all of your {owner.max_tokens_per_day} tokens of this day (UTC).",
                 code=QUOTA,
+                # The number of tokens is reset at midnight (UTC).
                 retry_after_s=DAY_S - int(time.time()) % DAY_S,
             )
         limits = (

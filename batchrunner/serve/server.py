@@ -32,6 +32,7 @@ from batchrunner.serve.batches_api import BatchesApi
 from batchrunner.serve.files_api import FilesApi
 from batchrunner.serve.metrics_api import MetricsApi
 from batchrunner.serve.owners import ONLY_OWNER, Owner, Owners
+from batchrunner.serve.page_api import PageApi
 from batchrunner.serve.records import OWNER_OF_CALL, Records
 from batchrunner.serve.state import State
 
@@ -41,6 +42,9 @@ API_KEY_VARIABLE = "BATCHRUN_API_KEY"
 """Environment variable with the API key that clients must send."""
 LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no API key."""
+OPEN_PATHS = {"/", "/health"}
+"""Paths that need no API key: the page, which has no data itself, and the health, because health checks of
+load balancers and orchestrators have no key."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
@@ -64,6 +68,7 @@ class Api:
         self._owners = owners
         self._records = Records(state, owners, batches.info.model)
         self._metrics = MetricsApi(state)
+        self._page = PageApi(state=state, batches=batches, owners=owners, endpoints=endpoints)
         self._files = FilesApi(
             state=state, owners=owners, records=self._records, most_bytes=most_bytes, most_files=most_files
         )
@@ -81,6 +86,7 @@ class Api:
         app = web.Application(middlewares=[self._reply])
         records = "/v1/{kind:files|batches|models}"
         handlers: list[tuple[str, str, Any]] = [
+            ("GET", "/", self._page.page),
             ("GET", "/health", self._metrics.health),
             ("GET", "/metrics", self._metrics.metrics),
             ("POST", "/v1/files", self._files.upload),
@@ -88,6 +94,7 @@ class Api:
             ("GET", "/v1/{kind:files}/{id}/content", self._files.content),
             ("POST", "/v1/batches", self._batches.create),
             ("POST", "/v1/{kind:batches}/{id}/cancel", self._batches.cancel),
+            ("GET", "/v1/activity", self._page.activity),
             ("GET", records, self._records.page),
             ("GET", records + "/{id:.+}", self._records.get),
         ]
@@ -99,7 +106,7 @@ class Api:
     async def _reply(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Authorize a call, handle it, and turn each error into an error object of OpenAI's API."""
         try:
-            if request.path != "/health":
+            if request.path not in OPEN_PATHS:
                 owner = request[OWNER_OF_CALL] = self._owner_of(request)
                 self._owners.count_call(owner)
             result = await handler(request)
@@ -120,15 +127,16 @@ class Api:
     def _owner_of(self, request: web.Request) -> Owner:
         """Return the owner of the API key of a call; raises ApiError for a call without a valid key.
 
-        A server without a key serves only programs on this machine. It refuses web pages, because the page of
-        any website could send calls to localhost.
+        A server without a key serves only programs on this machine, and its own page. It refuses other web
+        pages, because the page of any website could send calls to localhost.
         """
         if not self._owners.need_key:
             try:
-                host = (request.url.host or "").lower()
-            except ValueError:  # the header Host is malformed, for example its port is beyond 65535
-                host = ""
-            if host not in LOCAL_HOSTS or "Origin" in request.headers:
+                host, own_origin = (request.url.host or "").lower(), str(request.url.origin())
+            except ValueError:
+                # The header Host is malformed, for example its port is beyond 65535.
+                host = own_origin = ""
+            if host not in LOCAL_HOSTS or request.headers.get("Origin", own_origin) != own_origin:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
             return ONLY_OWNER
         owner = self._owners.owner_of(request.headers.get("Authorization", "").removeprefix("Bearer "))
@@ -236,7 +244,8 @@ async def serve(
         batches = Batches(state=state, engine=shared, options=options, server=control, owners=owners)
         stack.push_async_callback(batches.drain)
         endpoints = [*TASK_OF_ENDPOINT]
-        if not shared.info.simulated:  # The simulated engine answers requests of every task.
+        if not shared.info.simulated:
+            # The simulated engine answers requests of every task.
             endpoints = [path for path in endpoints if TASK_OF_ENDPOINT[path] == task]
         api = Api(
             state=state,
@@ -251,7 +260,8 @@ async def serve(
         await runner.setup()
         with using_run(address):
             await web.TCPSite(runner, host, port).start()
-        for batch in state.unfinished_batches():  # batches that an earlier start of the server did not finish
+        for batch in state.unfinished_batches():
+            # An earlier start of the server did not finish these batches.
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         await _sweep_until(stop_event, state, owners)

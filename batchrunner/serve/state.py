@@ -80,6 +80,8 @@ class State:
         """Total size of the files of each owner, by the owner's name."""
         for file in self.records[FILES].values():
             self.stored_bytes[file.get(OWNER, "")] += file["bytes"]
+        self.changes = Counter[str]()
+        """Number of changes of each owner's batches since the start of the server, by the owner's name."""
         self._changing = asyncio.Lock()
 
     def path_of(self, kind: str, name: str) -> Path:
@@ -127,6 +129,7 @@ class State:
         await asyncio.to_thread(write_json, path, {**record, **changes})
         record.update(changes)
         self.records[kind][name] = record
+        self.changes[record.get(OWNER, "")] += kind == BATCHES
         log.info("%s: %s", name, record["status"])
 
     async def add_file(

@@ -32,7 +32,8 @@ CPU_ARGS: dict[str, Any] = {
     "attention-backend": "torch_native",
     "dtype": "float32",
     "disable-overlap-schedule": True,
-    "sleep-on-idle": True,  # otherwise an idle scheduler keeps a core busy
+    # Without this argument, an idle scheduler keeps a core busy.
+    "sleep-on-idle": True,
     "max-total-tokens": 20_000,
     "max-running-requests": 32,
     "context-length": 4096,
@@ -58,7 +59,8 @@ def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
     visible = {**os.environ, **(environ or {})}.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
-        if "-1" in names:  # CUDA stops at the first invalid name
+        if "-1" in names:
+            # CUDA stops at the first invalid name.
             names = names[: names.index("-1")]
         return names
     # CUDA numbers the GPUs of a process from 0, whatever the numbers of their device files are.
@@ -108,7 +110,8 @@ def program_environment(extra: Mapping[str, str], *, cpu: bool = False) -> dict[
     With `cpu` the variables that SGLang needs on a CPU are added too.
     """
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode SGLang takes twice as long to start
+    # Without bytecode files, SGLang takes twice as long to start.
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
     return {**environ, **(cpu_environment(environ) if cpu else {}), **extra}
 

@@ -22,7 +22,7 @@ MOST_BLANKS = 64
 """Value of MAX_BLANKS_FLAG that a run sets by default: enough for a line end and 15 levels of indentation by
 four blanks."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
-"""Note below advice if the flags of the server's version are unknown."""
+"""Note that is shown below advice if the flags of the server's version are unknown."""
 _SPELLINGS = (
     ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
     ("cuda-graph-backend-decode", "disable-cuda-graph"),
@@ -34,7 +34,8 @@ _SPELLINGS = (
     ("ep-size", "expert-parallel-size", "ep"),
 )
 """The spellings of each renamed flag, newest first."""
-_OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)  # argparse puts an option's names on one line
+# argparse puts all names of an option on one line.
+_OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)
 _NAME = re.compile(r"--([a-z0-9][\w-]*)(?: \{([^}]*)\})?")
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 
@@ -88,7 +89,7 @@ LARGEST = 1e15
 
 
 def number(value: Any) -> float | None:
-    """Return a number from another program as a float; None if it is no number or is absurdly large."""
+    """Return a number from another program as a float; None if it is not a number or absurdly large."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < LARGEST else None
 

@@ -37,7 +37,8 @@ def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether a model is a mixture of experts, by its config.json."""
-    section = config.get("ffn_config")  # Dbrx has the number of experts in the section ffn_config
+    # Dbrx has the number of experts in this section.
+    section = config.get("ffn_config")
     sections = [config, section] if isinstance(section, dict) else [config]
     return any(_largest(section.get(name)) > 1 for section in sections for name in EXPERTS)
 
@@ -133,7 +134,7 @@ def check_on_hub(spec: ServerEngine) -> None:
     server's variables or arguments may lead it to another place, or if the Hub's answer is unexpected.
     """
     model, revision = spec.model, spec.args.get("revision")
-    # `OWNER/NAME`, without the quantization (`:Q4_K_M`) or the file that may follow.
+    # A quantization (`:Q4_K_M`) or a file may follow `OWNER/NAME`, and is cut off here.
     repository = "/".join(model.partition(":")[0].split("/")[:2])
     is_here = _local(model) or model_directory(repository, revision).exists()
     if is_here or _looks_elsewhere(spec) or not find_spec("huggingface_hub"):
@@ -241,7 +242,8 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     has_all_sizes = all(isinstance(size, int) and size > 0 for size in sizes)
     if has_latent_attention(config) or not has_all_sizes:
         return None
-    return 2 * width * int(math.prod(sizes))  # 2, because each head has a key and a value
+    # The factor 2 counts the key and the value of each head.
+    return 2 * width * int(math.prod(sizes))
 
 
 INDEX = "model.safetensors.index.json"
@@ -282,7 +284,8 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
                 break
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if total and dtype.startswith("float32") and "quantization_config" not in config:
-        return total / 2  # SGLang loads 32-bit weights as 16-bit numbers
+        # SGLang loads 32-bit weights as 16-bit numbers.
+        return total / 2
     return total
 
 

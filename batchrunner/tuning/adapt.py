@@ -1,6 +1,6 @@
-"""Choose the steps of flag tuning during a run, by the rules of advice, and compute their gains. Pure.
+"""Choose the steps of flag tuning during a run, by the rules of advice, and compute their gains.
 
-A step is a change of flags with which one server of the run is restarted.
+A step is a change of flags with which one server of the run is restarted. The module does no I/O.
 """
 
 import math
@@ -51,9 +51,11 @@ def _doublings(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
     return max(doublings)
 
 
-def _reserves_too_much(s: Situation) -> bool:
+def _reserves_too_much(situation: Situation) -> bool:
     """Tell whether the scheduler reserves more for outputs than advised, though outputs may be short."""
-    return conservativeness(s) > LESS_CONSERVATIVE and not (s.client and s.client.ignore_eos)
+    return conservativeness(situation) > LESS_CONSERVATIVE and not (
+        situation.client and situation.client.ignore_eos
+    )
 
 
 def steps_for(

@@ -14,7 +14,7 @@ from batchrunner.tuning.signals import GUIDES, has_enough, share, span_in_words
 from batchrunner.tuning.situation import Situation
 
 READING_SIGNS = ("empty", "in_band", "deep", "conservative", "full", "no_graph")
-"""Signs of the load whose shares of the samples `--json` shows."""
+"""Load signs for which `--json` shows the share of the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class AdviceReport:
         """Describe the load samples; if they are too few, say how many advice needs."""
         load, client = self.situation.load, self.situation.client
         if self.situation.facts.mute:
-            return "the server does not report its load (no /v1/loads)"
+            return "the server does not report its load (no path /v1/loads)"
         if client is not None and client.simulated:
             return "simulated: there is no advice on simulated figures"
         if not load.counted and client is None:

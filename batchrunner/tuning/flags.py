@@ -47,13 +47,14 @@ class Server:
     usage: float = 0.0
     """Mean token usage: the fraction of the KV pool in use."""
     decodes: bool = True
-    """Whether its requests decode. False for tasks without generated tokens, such as embedding."""
+    """Whether the server's requests decode. False for tasks without generated tokens, such as embedding."""
     output_tokens: float = 0.0
     """Mean number of tokens in an output."""
     longest_output: int | None = None
     """99th percentile of the output lengths, in tokens; None if unknown."""
     shared: float | None = None
-    """Fraction of the prompt tokens that come from the prefix cache, or could; None if unknown."""
+    """Fraction of the prompt tokens that come from the prefix cache, or could come from it; None if
+    unknown."""
     repeated: float = 1.0
     """Mean number of tokens that a decode step would yield with n-gram speculation from earlier outputs."""
     speculates_exactly: bool = True
@@ -146,7 +147,8 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         argument = facts.number(flag.replace("-", "_"))
         if argument is None:
             return None
-        if flag in _TOTALS:  # This argument is the total already.
+        if flag in _TOTALS:
+            # For these flags, the argument already is the total of all ranks.
             return int(argument)
         rank_value = argument
     value = as_flag(facts, flag, rank_value)
@@ -267,203 +269,205 @@ NextValues = Callable[[Server], Sequence[Any]]
 """A function that returns the values of a flag to take next, in order; empty if no value remains."""
 
 
-def _bolder(s: Server) -> list[float]:
+def _bolder(server: Server) -> list[float]:
     """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests.
 
     The first is the value of the guides, or a value below theirs if the flag has the guides' value already.
     The second is SGLang's default, which only helps a flag above the default.
     """
     name = "schedule-conservativeness"
-    present = s.now(name) or NORMAL
-    low = as_flag(s.facts, name, LESS_CONSERVATIVE)
+    present = server.now(name) or NORMAL
+    low = as_flag(server.facts, name, LESS_CONSERVATIVE)
     if present <= low:
-        low = as_flag(s.facts, name, LEAST_CONSERVATIVE)
+        low = as_flag(server.facts, name, LEAST_CONSERVATIVE)
     return [value for value in (low, NORMAL) if value < present]
 
 
-def _calmer(s: Server) -> list[float]:
+def _calmer(server: Server) -> list[float]:
     """Return higher values of `--schedule-conservativeness`, so that SGLang retracts fewer requests."""
     name = "schedule-conservativeness"
-    most = round(as_flag(s.facts, name, MOST_CONSERVATIVE), 2)
-    return [value for value in (MORE_CONSERVATIVE, most) if value > (s.now(name) or NORMAL)]
+    most = round(as_flag(server.facts, name, MOST_CONSERVATIVE), 2)
+    return [value for value in (MORE_CONSERVATIVE, most) if value > (server.now(name) or NORMAL)]
 
 
-def _clip(s: Server) -> list[int]:
+def _clip(server: Server) -> list[int]:
     """Return the longest output as the clip, if that is clearly lower than the present clip."""
-    longest = s.longest_output or MOST_CLIP
-    return [longest] if longest < SHORTER * (s.now(CLIP) or MOST_CLIP) else []
+    longest = server.longest_output or MOST_CLIP
+    return [longest] if longest < SHORTER * (server.now(CLIP) or MOST_CLIP) else []
 
 
-def _larger_pool(s: Server) -> list[int]:
+def _larger_pool(server: Server) -> list[int]:
     """Return larger sizes of the KV pool in tokens: room for all requests that may run, then twice the size.
 
     Neither exceeds the memory of the machine.
     """
-    present = s.now("max-total-tokens") or 0
+    present = server.now("max-total-tokens") or 0
     if present <= 0:
         return []
-    most_running = s.facts.max_running or 0
-    size_for_all = present * min(MOST_POOL, most_running / max(s.running, 1))
-    sizes = [min(size, s.most_pool_tokens) for size in (size_for_all, 2 * present)]
+    most_running = server.facts.max_running or 0
+    size_for_all = present * min(MOST_POOL, most_running / max(server.running, 1))
+    sizes = [min(size, server.most_pool_tokens) for size in (size_for_all, 2 * present)]
     return [int(size) for size in dict.fromkeys(sizes) if size >= LARGER_POOL * present]
 
 
-def _half_pool(s: Server) -> list[int]:
+def _half_pool(server: Server) -> list[int]:
     """Return half the size of the KV pool in tokens, unless that is too small for the longest request."""
-    half = int(s.now("max-total-tokens") or 0) // 2
-    return [half] if half >= (s.now("context-length") or 1) else []
+    half = int(server.now("max-total-tokens") or 0) // 2
+    return [half] if half >= (server.now("context-length") or 1) else []
 
 
-def _good_fraction(s: Server) -> list[float]:
+def _good_fraction(server: Server) -> list[float]:
     """Return the `--mem-fraction-static` that leaves as much memory free as SGLang's tuning guides advise.
 
     The fraction has room for at least the weights and a useful KV pool. If too much memory is free, the
     fraction must exceed the present one; if too little is free, it must be lower. Otherwise the list is
     empty.
     """
-    present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
+    present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
     if present is None or spare_gb is None or not card:
         return []
-    surplus_gb = spare_gb - s.band.good  # `good` is the free memory that the guides advise
+    # `good` is the free memory that SGLang's guides advise..
+    surplus_gb = spare_gb - server.band.good
     is_raise = surplus_gb > 0
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
     steps = math.floor(surplus_gb / card / FRACTION_STEP)
     if is_raise:
         # Callers ask for a larger fraction only if far more memory is free than advised, so one step is safe.
         steps = max(1, steps)
-    least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
+    least = math.ceil(least_fraction(server.facts) / FRACTION_STEP) * FRACTION_STEP
     target = round(min(HIGHEST_FRACTION, max(least, present + steps * FRACTION_STEP)), 3)
     # The minimum or the maximum may have moved the target to the other side of the present value.
     moves_the_right_way = target > present if is_raise else target < present
     return [target] if moves_the_right_way else []
 
 
-def _higher_fraction(s: Server) -> list[float]:
+def _higher_fraction(server: Server) -> list[float]:
     """Return the fraction of `_good_fraction`, then the present one plus a small step.
 
     Values are for trials, which may kill their server. So half of the 5 GB suffice that SGLang's tuning
     guides want free at least: servers on an H200 took 2.0 to 2.5 GB more once they were ready
     (docs/benchmarks.md).
     """
-    present, spare_gb, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
-    if present is None or spare_gb is None or spare_gb - FRACTION_STEP * card < s.band.low / 2:
+    present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb or 0.0
+    if present is None or spare_gb is None or spare_gb - FRACTION_STEP * card < server.band.low / 2:
         return []
-    advised = _good_fraction(s) if spare_gb > s.band.high else []
+    advised = _good_fraction(server) if spare_gb > server.band.high else []
     fractions = dict.fromkeys([*advised, round(present + FRACTION_STEP, 3)])
     return [fraction for fraction in fractions if fraction < 1]
 
 
-def _lower_fraction(s: Server) -> list[float]:
+def _lower_fraction(server: Server) -> list[float]:
     """Return the steps down of `--mem-fraction-static` that still leave room for a useful KV pool."""
-    present, least = s.now("mem-fraction-static"), least_fraction(s.facts)
+    present, least = server.now("mem-fraction-static"), least_fraction(server.facts)
     return [
         fraction for fraction in FRACTIONS if least < fraction and (present is None or fraction < present)
     ]
 
 
-def _fraction_for_pool(s: Server) -> list[float]:
+def _fraction_for_pool(server: Server) -> list[float]:
     """Return a `--mem-fraction-static` that leaves room for a KV pool.
 
     It is higher than the present one, and than the minimum that SGLang's error message names.
     """
-    minimum = re.search(r"above (0\.\d+)", s.why)
-    base = max(s.now("mem-fraction-static") or FRACTIONS[0], float(minimum[1]) if minimum else 0.0)
+    minimum = re.search(r"above (0\.\d+)", server.why)
+    base = max(server.now("mem-fraction-static") or FRACTIONS[0], float(minimum[1]) if minimum else 0.0)
     fraction = round(base + ROOM_STEP, 3)
     return [fraction] if fraction <= HIGHEST_FRACTION else []
 
 
-def _larger_chunk(s: Server) -> list[int]:
+def _larger_chunk(server: Server) -> list[int]:
     """Return two larger prefill chunks, in tokens, of at most LARGEST_CHUNK.
 
     The first is twice the present chunk, but at least the smallest size of the guides. The second is
     MOST_TIMES the present chunk.
     """
-    present = int(s.now("chunked-prefill-size") or 0)
+    present = int(server.now("chunked-prefill-size") or 0)
     if not 0 < present < LARGEST_CHUNK:
         return []
     chunks = (max(2 * present, CHUNKS[-1]), MOST_TIMES * present)
     return [min(chunk, LARGEST_CHUNK) for chunk in chunks]
 
 
-def _smaller_chunk(s: Server) -> list[int]:
+def _smaller_chunk(server: Server) -> list[int]:
     """Return the steps down of the prefill chunk, in tokens."""
-    present = s.now("chunked-prefill-size")
-    if present is None or present <= 0:  # The chunk size is unknown, or chunking is off.
+    present = server.now("chunked-prefill-size")
+    if present is None or present <= 0:
+        # The chunk size is unknown, or chunking is off.
         return [*CHUNKS]
     return [chunk for chunk in CHUNKS if chunk < present]
 
 
-def _more_running(s: Server) -> list[int]:
+def _more_running(server: Server) -> list[int]:
     """Return higher values of `--max-running-requests`, so that the KV pool becomes the limit.
 
     The first value is the number of requests that the pool holds, rounded up to a power of two. The second is
     the geometric mean of the first and the present value. If memory already allows fewer requests than the
     flag, return nothing, because a higher value would have no effect.
     """
-    if s.facts.ready and s.facts.ready.memory_caps_running:
+    if server.facts.ready and server.facts.ready.memory_caps_running:
         return []
     name = "max-running-requests"
-    present = int(s.now(name) or 0)
+    present = int(server.now(name) or 0)
     # Running requests fill the fraction `usage` of the pool, so running / usage requests fit.
-    fitting = as_flag(s.facts, name, max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
+    fitting = as_flag(server.facts, name, max(server.running, 1) / max(server.usage, 1 / MOST_RAISE))
     power_of_two = 2 ** math.ceil(math.log2(fitting))
     target = min(power_of_two, MOST_RAISE * present, max(MOST_RUNNING, present))
     between = round(math.sqrt(target * present))
     return [value for value in (target, between) if value > present > 0]
 
 
-def _fewer_running(s: Server) -> list[int]:
+def _fewer_running(server: Server) -> list[int]:
     """Return three quarters of the requests that ran, or of `--max-running-requests` if that is lower."""
-    limits = (int(s.now("max-running-requests") or 0), int(_running(s)))
+    limits = (int(server.now("max-running-requests") or 0), int(_running(server)))
     # The filter drops zeros, because 0 means that a limit is unknown.
     lower = 3 * min((limit for limit in limits if limit), default=0) // 4
     return [lower] if lower >= LEAST_RUNNING else []
 
 
-def _running(s: Server) -> float:
+def _running(server: Server) -> float:
     """Return the number of running requests of all ranks, as `--max-running-requests` counts them."""
-    return as_flag(s.facts, "max-running-requests", s.running)
+    return as_flag(server.facts, "max-running-requests", server.running)
 
 
-def _fewer_retracted(s: Server) -> list[int]:
+def _fewer_retracted(server: Server) -> list[int]:
     """Return a lower `--max-running-requests`, once the scheduler reserves all of `max_new_tokens`."""
-    fewer = int(FEWER * _running(s))
-    return [fewer] if fewer and not _calmer(s) else []
+    fewer = int(FEWER * _running(server))
+    return [fewer] if fewer and not _calmer(server) else []
 
 
-def _larger_graphs(s: Server) -> list[int]:
+def _larger_graphs(server: Server) -> list[int]:
     """Return the smallest size of GRAPH_SIZES that covers all running requests, if graphs are enabled."""
-    size = next((size for size in GRAPH_SIZES if size >= s.running), GRAPH_SIZES[-1])
-    return [size] if size > (s.facts.graph_max_bs or 0) and not s.facts.graph_disabled else []
+    size = next((size for size in GRAPH_SIZES if size >= server.running), GRAPH_SIZES[-1])
+    return [size] if size > (server.facts.graph_max_bs or 0) and not server.facts.graph_disabled else []
 
 
-def _smaller_graphs(s: Server) -> list[int]:
+def _smaller_graphs(server: Server) -> list[int]:
     """Return half the largest batch with a CUDA graph, at least LEAST_GRAPH, if graphs are enabled."""
-    captured = s.facts.graph_max_bs or 2 * GRAPH
+    captured = server.facts.graph_max_bs or 2 * GRAPH
     lower = max(LEAST_GRAPH, captured // 2)
-    return [lower] if lower < captured and not s.facts.graph_disabled else []
+    return [lower] if lower < captured and not server.facts.graph_disabled else []
 
 
-def state_slots(s: Server, per_request: int, size: float = 1.0) -> int:
+def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     """Return the number of state slots at which state pool and KV pool hold equally many requests.
 
     A running request takes `per_request` slots, each `size` times as large as a present slot. It also takes
     tokens of the KV pool, whose token usage may rise to `GUIDES.usage_good`. The memory of both pools
     together stays the same. Return 0 if too little is known.
     """
-    pool, share = s.facts.states, s.facts.state_share
-    if pool is None or not share or s.running < 1:
+    pool, share = server.facts.states, server.facts.state_share
+    if pool is None or not share or server.running < 1:
         return 0
     # Both variables are fractions of the two pools' memory that one request takes.
     states = per_request * size * share / pool.slots
-    tokens = (1 - share) * s.usage / GUIDES.usage_good / s.running
+    tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
     most_in_both = 1 / (states + tokens)
     most_with_states = MOST_STATES / states
     return int(min(most_in_both, most_with_states, MOST_RUNNING)) * per_request
 
 
 def state_args(
-    s: Server, per_request: int, size: float = 1.0, *, without_cache: bool = False
+    server: Server, per_request: int, size: float = 1.0, *, without_cache: bool = False
 ) -> dict[str, Any]:
     """Return the flag that gives the state pool the number of `state_slots`; empty if too little is known.
 
@@ -471,75 +475,80 @@ def state_args(
     `--mamba-full-memory-ratio`. `without_cache` tells whether the prefix cache is switched off in the same
     step: without it, `--max-running-requests` also sets the number of slots.
     """
-    slots, pool = state_slots(s, per_request, size), s.facts.states
+    slots, pool = state_slots(server, per_request, size), server.facts.states
     if not slots or pool is None:
         return {}
-    sets_running = without_cache and s.facts.number("max_running_requests")
-    if s.facts.sizes_states or sets_running:
-        return {"max-mamba-cache-size": int(as_flag(s.facts, "max-mamba-cache-size", slots))}
-    new_share = (slots + 1) * size * (s.facts.state_share or 0.0) / pool.slots
-    ratio = new_share / (1 - new_share)  # memory of the state pool divided by that of the KV pool
+    sets_running = without_cache and server.facts.number("max_running_requests")
+    if server.facts.sizes_states or sets_running:
+        return {"max-mamba-cache-size": int(as_flag(server.facts, "max-mamba-cache-size", slots))}
+    new_share = (slots + 1) * size * (server.facts.state_share or 0.0) / pool.slots
+    # The flag is the memory of the state pool, divided by that of the KV pool.
+    ratio = new_share / (1 - new_share)
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
 
 
 def _state_pool(flag: str, *, grows: bool) -> NextValues:
     """Return the function for the next value of a flag that enlarges (`grows`) or shrinks the state pool."""
 
-    def values(s: Server) -> list[Any]:
-        pool = s.facts.states
+    def values(server: Server) -> list[Any]:
+        pool = server.facts.states
         if pool is None:
             return []
-        slots = state_slots(s, pool.per_request)
+        slots = state_slots(server, pool.per_request)
         # A small change of the pool would not be worth a restart. `slots` is 0 if too little is known.
         if grows and slots < LARGER_POOL * pool.slots:
             return []
         if not grows and not 0 < slots * LARGER_POOL <= pool.slots:
             return []
-        args = state_args(s, pool.per_request)
+        args = state_args(server, pool.per_request)
         return [args[flag]] if flag in args else []
 
     return values
 
 
-def _twice_ratio(s: Server) -> list[float]:
+def _twice_ratio(server: Server) -> list[float]:
     """Return twice the present ratio of state pool to KV pool; empty if another flag sizes the state pool."""
-    if s.facts.sizes_states:
+    if server.facts.sizes_states:
         return []
-    doubled = 2 * (s.now("mamba-full-memory-ratio") or STATE_RATIO)
+    doubled = 2 * (server.now("mamba-full-memory-ratio") or STATE_RATIO)
     return [doubled] if doubled <= MOST_STATES / (1 - MOST_STATES) else []
 
 
-def _twice_slots(s: Server) -> list[int]:
+def _twice_slots(server: Server) -> list[int]:
     """Return twice the present number of state slots; empty if the arguments do not set this number."""
-    slots = s.now("max-mamba-cache-size")
+    slots = server.now("max-mamba-cache-size")
     return [int(2 * slots)] if slots else []
 
 
-def _lazy_states(s: Server) -> list[str]:
+def _lazy_states(server: Server) -> list[str]:
     """Return the state strategy that takes fewer slots per request.
 
     Like the present strategy, it caches prefixes and lets SGLang prepare a pass during the previous pass.
     """
-    strategy, pool = s.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), s.facts.states
+    strategy, pool = server.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), server.facts.states
     saves_slots = pool is not None and strategy == "extra_buffer" and pool.per_request > LAZY_SLOTS
-    return ["extra_buffer_lazy"] if saves_slots and not _cache_off(s) else []
+    return ["extra_buffer_lazy"] if saves_slots and not _cache_off(server) else []
 
 
-def _cache_off(s: Server) -> list[bool]:
+def _cache_off(server: Server) -> list[bool]:
     """Return `--disable-radix-cache` true if prompts are known to share no prefixes.
 
     Without the cache, running requests get the state slots that cached prefixes occupied. If each request
     takes only one slot, the cache is already off.
     """
-    if s.shared is None or s.shared >= GUIDES.shared:
+    if server.shared is None or server.shared >= GUIDES.shared:
         return []
-    return [True] if s.facts.states and s.facts.states.per_request != 1 else []
+    return [True] if server.facts.states and server.facts.states.per_request != 1 else []
 
 
-def _shorter_states(s: Server) -> list[str]:
+def _shorter_states(server: Server) -> list[str]:
     """Return the 16-bit number type for the states of a hybrid model if they have 32 bits."""
-    dtype = s.facts.arguments.get("mamba_ssm_dtype") or s.facts.config.get("mamba_ssm_dtype") or "float32"
-    return ["bfloat16"] if s.facts.states and dtype == "float32" else []
+    dtype = (
+        server.facts.arguments.get("mamba_ssm_dtype")
+        or server.facts.config.get("mamba_ssm_dtype")
+        or "float32"
+    )
+    return ["bfloat16"] if server.facts.states and dtype == "float32" else []
 
 
 def slots_after(args: Mapping[str, Any], per_request: int) -> int:
@@ -549,23 +558,24 @@ def slots_after(args: Mapping[str, Any], per_request: int) -> int:
     return LAZY_SLOTS if STATE_STRATEGY in args else per_request
 
 
-def beside(name: str, value: Any, s: Server) -> dict[str, Any]:
+def beside(name: str, value: Any, server: Server) -> dict[str, Any]:
     """Return the flags that must change together with a flag; empty if no other flag must change.
 
     With n-gram speculation (NGRAM), these flags limit the running requests and set the budget for a corpus.
     If a flag changes the size or number of a hybrid model's states, its state pool is resized to match.
     """
     if name == NGRAM:
-        return _with_ngrams(s)
-    pool = s.facts.states
+        return _with_ngrams(server)
+    pool = server.facts.states
     if pool is None:
         return {}
     if name not in {"disable-radix-cache", STATE_STRATEGY, "mamba-ssm-dtype"}:
         return {}
     per_request = slots_after({name: value}, pool.per_request)
-    size = 0.5 if name == "mamba-ssm-dtype" else 1.0  # states of 16 bits instead of 32
+    # With this flag, states have 16 bits instead of 32.
+    size = 0.5 if name == "mamba-ssm-dtype" else 1.0
     # Only without the prefix cache a request takes a single slot.
-    return state_args(s, per_request, size, without_cache=per_request == 1)
+    return state_args(server, per_request, size, without_cache=per_request == 1)
 
 
 def best_backends(facts: Facts) -> Sequence[str]:
@@ -578,56 +588,61 @@ def best_backends(facts: Facts) -> Sequence[str]:
         return ()
     if not facts.is_mla or card == "hopper":
         return _BACKENDS[card]
-    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # On other GPUs SGLang chooses triton.
+    # On other GPUs SGLang chooses triton for such models.
+    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()
 
 
-def _other_backends(s: Server) -> list[str]:
-    return [name for name in best_backends(s.facts) if name != s.facts.arguments.get("attention_backend")]
+def _other_backends(server: Server) -> list[str]:
+    return [
+        name
+        for name in best_backends(server.facts)
+        if name != server.facts.arguments.get("attention_backend")
+    ]
 
 
-def _interval(s: Server) -> list[int]:
-    """Return the best number of decode steps between two prefill passes, if a pass takes as long as a step.
+def _interval(server: Server) -> list[int]:
+    """Return the best number of decode steps between two prefill passes.
 
-    With n steps between passes, the slot of a finished request stays empty for n / 2 steps on average, in
-    addition to the `output_tokens` steps of a request. In return, there are fewer prefill passes. The best
-    number makes both costs equal.
+    A pass is assumed to take as long as a decode step. With n steps between passes, the slot of a finished
+    request stays empty for n / 2 steps on average, in addition to the `output_tokens` steps of a request. In
+    return, there are fewer prefill passes. The best number makes both costs equal.
     """
-    return [] if s.now("prefill-decode-interval") else [round(math.sqrt(2 * s.output_tokens))]
+    return [] if server.now("prefill-decode-interval") else [round(math.sqrt(2 * server.output_tokens))]
 
 
 def _set(flag: str, value: Any) -> NextValues:
-    """Return the only possible change of a flag that is either set to `value` or not."""
-    return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
+    """Return the only move for a flag: to `value`, unless the flag has this value already."""
+    return lambda server: [] if server.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return the only possible change of a flag for a number of threads or processes: raise it to `least`."""
-    return lambda s: [least] if (s.now(flag) or 0) < least else []
+    """Return the only move for a number of threads or processes: to `least`, unless it is as high already."""
+    return lambda server: [least] if (server.now(flag) or 0) < least else []
 
 
 def _for_media(flag: str, least: int) -> NextValues:
-    """Return the change of `_at_least` for a job whose prompts have media."""
-    return lambda s: _at_least(flag, least)(s) if s.media else []
+    """Return the move of `_at_least`, but only for a job whose prompts have images, sounds or videos."""
+    return lambda server: _at_least(flag, least)(server) if server.media else []
 
 
-def _language_alone(s: Server) -> list[bool]:
+def _language_alone(server: Server) -> list[bool]:
     """Return the change that leaves out an unused encoder of images, sounds or videos."""
-    is_unused = s.media is False and s.facts.model in _LANGUAGE_ALONE
-    return [True] if is_unused and not s.facts.arguments.get("language_model_only") else []
+    is_unused = server.media is False and server.facts.model in _LANGUAGE_ALONE
+    return [True] if is_unused and not server.facts.arguments.get("language_model_only") else []
 
 
-def _adaptive(s: Server) -> list[bool]:
+def _adaptive(server: Server) -> list[bool]:
     """Return `--speculative-adaptive` true if SGLang supports it (`adaptive_unsupported_reason` there)."""
-    arguments = s.facts.arguments
+    arguments = server.facts.arguments
     is_eagle = arguments.get("speculative_algorithm") in {"EAGLE", "EAGLE3"}
     has_one_guess = arguments.get("speculative_eagle_topk") in {None, 1}
-    is_supported = is_eagle and has_one_guess and s.facts.attn_dp == 1
+    is_supported = is_eagle and has_one_guess and server.facts.attn_dp == 1
     return [True] if is_supported and not arguments.get("speculative_adaptive") else []
 
 
-def _other_layouts(s: Server) -> list[int]:
+def _other_layouts(server: Server) -> list[int]:
     """Return half and twice the number of GPUs per replica, if weights, heads and idle GPUs allow it."""
-    facts, sizes = s.facts, []
+    facts, sizes = server.facts, []
     if facts.attn_dp != 1:
         return []
     # With half as many GPUs, each of them holds twice its present share of the weights.
@@ -641,52 +656,53 @@ def _other_layouts(s: Server) -> list[int]:
     return [size for size in sizes if heads % size == 0]
 
 
-def _ngrams(s: Server) -> list[str]:
+def _ngrams(server: Server) -> list[str]:
     """Return NGRAM if it promises a clear gain, and this server can use it without a change of answers.
 
     With NGRAM, SGLang refuses DP attention, and most attention backends with pages of several tokens. On GPUs
     of other makers than NVIDIA, NGRAM decodes greedily, whatever the temperature. For a mixture of experts
     the gain is unknown, because more checked tokens read more experts.
     """
-    facts, arguments = s.facts, s.facts.arguments
+    facts, arguments = server.facts, server.facts.arguments
     pages_fit = arguments.get("page_size") in {None, 1} or arguments.get("attention_backend") == "flashinfer"
     is_refused = facts.attn_dp > 1 or not pages_fit
-    changes_answers = facts.architecture is None or not s.speculates_exactly
+    changes_answers = facts.architecture is None or not server.speculates_exactly
     if arguments.get("speculative_algorithm") or is_refused or changes_answers or facts.is_moe:
         return []
-    return ["NGRAM"] if s.ngram_speedup >= LEAST_SPEEDUP else []
+    return ["NGRAM"] if server.ngram_speedup >= LEAST_SPEEDUP else []
 
 
 def takes_corpus(arguments: Mapping[str, Any]) -> bool:
-    """Tell whether a corpus may be loaded, by a server's arguments (with underscores).
+    """Tell whether a corpus may be loaded; `arguments` are the server's, with underscores in their names.
 
     Each rank of tensor parallelism loads the corpus in a thread of its own. Until all have loaded it, their
-    drafts differ, and nothing in SGLang 0.5.23 makes them equal: answers could become wrong.
+    drafts differ, and nothing in SGLang 0.5.23 makes them equal, so answers could become wrong.
     """
     return all((number(arguments.get(name)) or 1) == 1 for name in ("tp_size", "pp_size"))
 
 
-def _with_ngrams(s: Server) -> dict[str, Any]:
+def _with_ngrams(server: Server) -> dict[str, Any]:
     """Return the flags to set together with NGRAM: a limit on running requests, and a budget for a corpus.
 
     The limit has room for the requests that run now. Without it, SGLang would run at most 48 requests.
     """
-    room = 2 ** math.ceil(math.log2(max(s.running, 1)))  # the smallest sufficient power of two
-    most = s.now("max-running-requests")
-    budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(s.facts.arguments) else {}
+    # The smallest power of two that is large enough for the running requests.
+    room = 2 ** math.ceil(math.log2(max(server.running, 1)))
+    most = server.now("max-running-requests")
+    budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(server.facts.arguments) else {}
     return {"max-running-requests": min(int(most), room) if most else room, **budget}
 
 
-def _experts_whole(s: Server) -> list[int]:
+def _experts_whole(server: Server) -> list[int]:
     """Return the expert parallelism at which each GPU holds whole experts, if experts are split now."""
-    is_split = s.facts.is_moe and s.facts.tp > 1 and (s.now("ep-size") or 1) <= 1
-    return [s.facts.tp] if is_split else []
+    is_split = server.facts.is_moe and server.facts.tp > 1 and (server.now("ep-size") or 1) <= 1
+    return [server.facts.tp] if is_split else []
 
 
-def _kv_once(s: Server) -> list[int]:
+def _kv_once(server: Server) -> list[int]:
     """Return the DP attention at which the GPUs no longer hold copies of the same KV cache."""
-    has_copies = s.facts.is_mla and s.facts.tp > 1 and s.facts.attn_dp <= 1
-    return [s.facts.tp] if has_copies else []
+    has_copies = server.facts.is_mla and server.facts.tp > 1 and server.facts.attn_dp <= 1
+    return [server.facts.tp] if has_copies else []
 
 
 class Move(NamedTuple):
@@ -695,7 +711,7 @@ class Move(NamedTuple):
     values: NextValues
     """Returns the values to take, in order; empty if no value remains or too little is known."""
     rule: str
-    """The change in words."""
+    """The move in words, for the docs: direction and new values."""
     source: str
     """Source of the rule: SGLang itself, or one of its tuning guides. G1 is the newest guide, G2 SGLang's own
     of 2025, G3 the oldest, and G4 is in Chinese."""
@@ -759,8 +775,8 @@ FLAGS: Mapping[str, Flag] = {
                     rule="halved or doubled, with replicas to match",
                     source="computed; not tried on a GPU",
                     cost=(
-                        "with fewer GPUs per replica, its KV pool has less room; with more, GPUs wait for "
-                        "each other"
+                        "fewer GPUs per replica: its KV pool has less room; more GPUs per replica: they wait "
+                        "for each other"
                     ),
                 )
             },
@@ -808,7 +824,7 @@ FLAGS: Mapping[str, Flag] = {
                 "oom": Move(_half_pool, rule="down: halved", source="SGLang", cost="a smaller KV pool"),
             },
             needs="a CPU",
-            memory="the KV cache of the tokens",
+            memory="the KV cache of the additional tokens",
             schedules=True,
         ),
         Flag(
@@ -816,19 +832,19 @@ FLAGS: Mapping[str, Flag] = {
             moves={
                 "full": Move(
                     _higher_fraction,
-                    rule="up: so that 6.5 GB stay free, then by 0.01",
+                    rule="up: so that 6.5 GB of GPU memory stay free, then by 0.01",
                     source="G1, G2, G4",
                     cost="memory may run out",
                 ),
                 "memory-left": Move(
                     _good_fraction,
-                    rule="up: so that 6.5 GB stay free",
+                    rule="up: so that 6.5 GB of GPU memory stay free",
                     source="G1, G2, G4",
                     cost="memory may run out; if it does, lower the flag by 0.01",
                 ),
                 "memory-tight": Move(
                     _good_fraction,
-                    rule="down: so that 6.5 GB stay free",
+                    rule="down: so that 6.5 GB of GPU memory stay free",
                     source="G1, G2, G4",
                     cost="a smaller KV pool",
                 ),
@@ -864,7 +880,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
             },
             memory="1.5 MB of GPU memory per token",
-            takes_gb=lambda s, new: CHUNK_GB_A_TOKEN * (new - (s.now("chunked-prefill-size") or 0)),
+            takes_gb=lambda server, new: CHUNK_GB_A_TOKEN * (new - (server.now("chunked-prefill-size") or 0)),
         ),
         Flag(
             "max-running-requests",
@@ -877,7 +893,7 @@ FLAGS: Mapping[str, Flag] = {
                 ),
                 "retracting": Move(
                     _fewer_retracted,
-                    rule="down: 9/10 of the running requests, once all of `max_new_tokens` is reserved",
+                    rule="down: to 9/10 of the running requests, if all of `max_new_tokens` is reserved",
                     source="G1",
                     cost="fewer requests at once",
                 ),
@@ -903,24 +919,26 @@ FLAGS: Mapping[str, Flag] = {
                     _smaller_graphs,
                     rule="down: halved",
                     source="G1, SGLang",
-                    cost="larger batches run without graphs",
+                    cost="larger batches run without CUDA graphs",
                 ),
             },
             needs="a GPU",
             memory="2 MB of GPU memory per request",
-            takes_gb=lambda s, new: GRAPH_GB_A_REQUEST * (new - (s.facts.graph_max_bs or USUAL_CAPTURED)),
+            takes_gb=lambda server, new: (
+                GRAPH_GB_A_REQUEST * (new - (server.facts.graph_max_bs or USUAL_CAPTURED))
+            ),
         ),
         Flag(
             "cuda-graph-backend-decode",
             moves={
                 "graph-off": Move(
-                    lambda s: ["full"] if s.facts.graph_disabled else [],
-                    rule="set: full, if decode graphs are disabled",
+                    lambda server: ["full"] if server.facts.graph_disabled else [],
+                    rule="set: full, if CUDA graphs for decoding are disabled",
                     source="G1",
                     cost="about 2 MB of GPU memory per request, and a start that takes seconds longer",
                 ),
                 "oom": Move(
-                    lambda s: [] if s.facts.graph_disabled else ["disabled"],
+                    lambda server: [] if server.facts.graph_disabled else ["disabled"],
                     rule="set: disabled, if nothing else helps",
                     source="SGLang",
                     cost="slower decode steps",
@@ -932,13 +950,13 @@ FLAGS: Mapping[str, Flag] = {
             "cuda-graph-backend-prefill",
             moves={
                 "chunk-full": Move(
-                    lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                    rule="set: breakable, if prefill graphs are disabled",
+                    lambda server: ["breakable"] if prefill_graph_off(server.facts.arguments) else [],
+                    rule="set: breakable, if CUDA graphs for prefill are disabled",
                     source="G1",
                     cost="some GPU memory, and a start that takes seconds longer",
                 ),
                 "oom": Move(
-                    lambda s: [] if s.facts.graph_disabled else ["disabled"],
+                    lambda server: [] if server.facts.graph_disabled else ["disabled"],
                     rule="set: disabled, if nothing else helps",
                     source="SGLang",
                     cost="slower prefill of long prompts",
@@ -950,7 +968,9 @@ FLAGS: Mapping[str, Flag] = {
             "schedule-policy",
             {
                 "reordered": Move(
-                    lambda s: [] if s.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"],
+                    lambda server: (
+                        [] if server.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"]
+                    ),
                     rule="set: fcfs",
                     source="SGLang; not measured",
                 ),
@@ -1006,9 +1026,9 @@ FLAGS: Mapping[str, Flag] = {
             "enable-http-worker-reuseport",
             moves={
                 "starved": Move(
-                    lambda s: (
-                        _set("enable-http-worker-reuseport", value=True)(s)
-                        if (s.now("tokenizer-worker-num") or 1) > 1
+                    lambda server: (
+                        _set("enable-http-worker-reuseport", value=True)(server)
+                        if (server.now("tokenizer-worker-num") or 1) > 1
                         else []
                     ),
                     rule="on: with several tokenizer workers",
@@ -1214,7 +1234,7 @@ FLAGS: Mapping[str, Flag] = {
             "quantization",
             moves={
                 "wide-numbers": Move(
-                    lambda s: ["fp8"] if s.facts.in_16_bits else [],
+                    lambda server: ["fp8"] if server.facts.in_16_bits else [],
                     rule="set: fp8",
                     source="G1, G2, G4",
                     cost="answers change a little",
@@ -1227,7 +1247,7 @@ FLAGS: Mapping[str, Flag] = {
             "kv-cache-dtype",
             moves={
                 "wide-numbers": Move(
-                    lambda s: ["fp8_e4m3"] if s.facts.kv_in_16_bits else [],
+                    lambda server: ["fp8_e4m3"] if server.facts.kv_in_16_bits else [],
                     rule="set: fp8_e4m3",
                     source="G1",
                     cost="answers change a little",
@@ -1279,7 +1299,8 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
 def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return a flag's next value that a sign calls for, with the flags that must change together with it."""
     args: dict[str, Any] = {}
-    for value in FLAGS[name].values(sign, server):  # flags of this kind have at most one next value
+    # Flags that have to change together with others have at most one next value.
+    for value in FLAGS[name].values(sign, server):
         for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
             args |= flags.setting(changed_flag, setting)
     return args

@@ -59,7 +59,8 @@ def read_run(run: Path | RunDir) -> Situation:
         client = worker.client
         for path in sorted(worker_dir.log_directory.glob("engine*.log")):
             log.source = f"{worker_dir.task} {path.stem}"
-            with contextlib.suppress(InputError):  # a server that never started has an empty log
+            # A server that never started has an empty log, which cannot be read.
+            with contextlib.suppress(InputError):
                 log.read(path)
     load.settle()
     _read_lengths(run_dir, client)
@@ -69,7 +70,7 @@ def read_run(run: Path | RunDir) -> Situation:
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    # the run did not start the server, so its log is not here
+    # The run did not start the server, so the server's log is not here.
     if server.ready is None and facts["engine"].get("memory_caps_running"):
         server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")
@@ -186,7 +187,8 @@ class _WorkerReader:
             rate = sample.output_tokens_per_s / len(signals)
             load_sample = sample_of_load(load, at=at, rate=rate, unsent=sample.unsent)
             self._load.add(self._track(load.scheduler), load_sample)
-        if not any(load.queue for load in signals):  # count the possible reasons for the empty queue
+        if not any(load.queue for load in signals):
+            # The queue is empty, so count which of the possible reasons applies.
             client.empty += 1
             if sample.in_flight >= FULL * sample.window:
                 client.at_window += 1
@@ -222,7 +224,8 @@ class ServerWatch:
         if self._reader is None:
             facts = require_run_json(self._run_dir)
             client = _client(facts)
-            self._log.facts.card = facts["engine"].get("card")  # the log does not name the GPU
+            # The GPU comes from run.json, because the log does not name it.
+            self._log.facts.card = facts["engine"].get("card")
             self._reader = _WorkerReader("", self._load, client)
         self._reader.add(sample, now, self._url)
         # Until steady work begins, the span starts anew with each load sample.
@@ -290,7 +293,8 @@ def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
         with unreadable, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
                 tokens = part.read(columns=["completion_tokens"]).column(0)
-                if pa.types.is_list(tokens.type):  # a row with several completions has a list of lengths
+                # A row with several completions has a list of lengths.
+                if pa.types.is_list(tokens.type):
                     tokens = pc.list_flatten(tokens)
                 chunks += tokens.chunks
     if not chunks:
@@ -319,7 +323,7 @@ def _replay(run_dir: RunDir, situation: Situation) -> None:
 
 
 def some_answers(run_dir: RunDir) -> list[str]:
-    """Return the beginnings of up to MOST_ANSWERS answers: the first ones of the newest part with texts."""
+    """Return the beginnings of up to MOST_ANSWERS answers from the newest result file that has texts."""
     for path in reversed(run_dir.all_parts()[-MOST_PARTS:]):
         # A part file may be damaged, or removed after the listing. Then the next one is read.
         damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)

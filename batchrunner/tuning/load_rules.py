@@ -46,34 +46,35 @@ FRONT_LEVERS = (
 """Flags against a slow front process (HTTP server, tokenizer, detokenizer), in the order of advice."""
 
 
-def conservativeness(s: Situation) -> float:
+def conservativeness(situation: Situation) -> float:
     """Return the `--schedule-conservativeness` in effect, which SGLang lowers with DP attention."""
-    value = s.facts.number("schedule_conservativeness")
+    value = situation.facts.number("schedule_conservativeness")
     return 1.0 if value is None else value
 
 
-def queue_empty(s: Situation, flags: Flags) -> Finding | None:
+def queue_empty(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the queue runs empty, and name the component that fills it too slowly."""
-    if not frequent(s.load, "empty"):
+    if not frequent(situation.load, "empty"):
         return None
-    band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
+    band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(situation.max_running)
     target = f"keep {band.low}-{band.high} requests waiting"
     args: dict[str, Any] = {}
-    if s.client is None:
+    if situation.client is None:
         change, cause = f"send requests faster, and more at once: {target}", "the client is the bottleneck"
     else:
-        change, cause = _slow_component(s.client, target)
+        change, cause = _slow_component(situation.client, target)
         if not change:
-            settings = (next_setting("starved", name, s.server, flags) for name in FRONT_LEVERS)
+            # The runner cannot help, so a flag against a slow front process is advised.
+            settings = (next_setting("starved", name, situation.server, flags) for name in FRONT_LEVERS)
             args = next(filter(None, settings), {})
-            change = command_line(args) or _WITHOUT_FLAG[s.facts.on_cpu]
-    while_unsent = " while rows were left to send" if s.client else ""
+            change = command_line(args) or _WITHOUT_FLAG[situation.facts.on_cpu]
+    while_unsent = " while rows were left to send" if situation.client else ""
     return Finding(
-        f"#queue-req is 0 {s.often('empty')}{while_unsent}: {cause}",
+        f"#queue-req is 0 {situation.often('empty')}{while_unsent}: {cause}",
         args=args,
         change=change,
-        evidence=s.evidence("empty"),
-        certainty="high" if s.client else "medium",
+        evidence=situation.evidence("empty"),
+        certainty="high" if situation.client else "medium",
     )
 
 
@@ -90,7 +91,8 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
     if client.at_window > half:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {target}", "the job's window is full"
-        if client.connections and client.widest >= 0.9 * client.connections:  # nearly all are in use
+        if client.connections and client.widest >= 0.9 * client.connections:
+            # Nearly all connections have been in use at once.
             cause = f"all {client.connections} connections that the limit of open files allows are in use"
             return "raise `ulimit -n`", cause
         change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
@@ -100,50 +102,53 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
         return change, "rows wait for a retry"
     return (
         "give the runner more cores for rendering and tokenizing, or read the input from a faster disk",
-        "the window is not full: rows are not read, rendered or tokenized fast enough",
+        "the job's window is not full, because rows are not read, rendered or tokenized fast enough",
     )
 
 
-def queue_deep(s: Situation, _: Flags) -> Finding | None:
+def queue_deep(situation: Situation, _: Flags) -> Finding | None:
     """Detect that more requests wait than the scheduler should sort through before each pass."""
-    if not frequent(s.load, "deep"):
+    if not frequent(situation.load, "deep"):
         return None
-    if s.client:
+    if situation.client:
         how = "`window: auto` in the job"
-    elif frequent(s.load, "empty"):
+    elif frequent(situation.load, "empty"):
         how = "send requests evenly, not in bursts"
     else:
         how = "send fewer requests at once"
     return Finding(
-        f"#queue-req is above {GUIDES.queue_deep:.0f} {s.often('deep')}",
+        f"#queue-req is above {GUIDES.queue_deep:.0f} {situation.often('deep')}",
         change=f"{how}: keep {GUIDES.queue_low:.0f}-{GUIDES.queue_deep:.0f} requests waiting",
-        evidence=s.evidence("deep"),
+        evidence=situation.evidence("deep"),
     )
 
 
-def conservative(s: Situation, flags: Flags) -> Finding | None:
+def conservative(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that SGLang reserves memory for longer outputs than the rows have."""
-    if not s.admits_too_few or s.fills_up:
+    if not situation.admits_too_few or situation.fills_up:
         return None
-    if s.client and s.client.ignore_eos:  # Every output needs all the memory that SGLang reserves for it.
+    # With `ignore_eos`, every output needs all the memory that SGLang reserves for it.
+    if situation.client and situation.client.ignore_eos:
         return None
-    output_share = s.client.output_share if s.client else None
+    output_share = situation.client.output_share if situation.client else None
     is_short = output_share is not None and output_share < GUIDES.short_output
     args: dict[str, Any] = {}
-    if conservativeness(s) > LESS_CONSERVATIVE:
-        args = next_setting("held", "schedule-conservativeness", s.server, flags)
+    if conservativeness(situation) > LESS_CONSERVATIVE:
+        args = next_setting("held", "schedule-conservativeness", situation.server, flags)
     elif output_share is not None and not is_short:
-        return None  # The flag is low already, and `max_new_tokens` is not too high.
-    clip = next_setting("held", CLIP, s.server, flags) if is_short else {}
+        # The flag is low already, and `max_new_tokens` is not too high.
+        return None
+    clip = next_setting("held", CLIP, situation.server, flags) if is_short else {}
     cause, job_change, certainty = _cause_of_reserve(output_share, clip, is_short=is_short)
     return Finding(
-        f"token usage is below {GUIDES.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
-        f"waiting {s.often('conservative')}: {ADMITS_TOO_FEW}; {cause}",
+        f"token usage is below {GUIDES.usage_good:g} (median {situation.load.median('usage'):.2f}) with "
+        f"requests waiting {situation.often('conservative')}: {ADMITS_TOO_FEW}; {cause}",
         args=args,
         change=", or ".join(filter(None, (command_line(args), job_change))),
-        evidence={**s.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
+        evidence={**situation.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
         certainty=certainty,
-        env={} if args else variables_in(clip),  # only one setting is changed at a time
+        # The variable is advised only if no flag is, because one setting is changed at a time.
+        env={} if args else variables_in(clip),
     )
 
 
@@ -169,17 +174,18 @@ def _cause_of_reserve(
     return cause, job_change, "high"
 
 
-def running_capped(s: Situation, _: Flags) -> Finding | None:
+def running_capped(situation: Situation, _: Flags) -> Finding | None:
     """Detect that `max_running_requests` is the limit while the KV pool has room."""
-    most = s.max_running or 0
-    if not frequent(s.load, "capped") or s.fills_up or not 0 < most < MOST_RUNNING:
+    most = situation.max_running or 0
+    if not frequent(situation.load, "capped") or situation.fills_up or not 0 < most < MOST_RUNNING:
         return None
-    if s.waits_for_states:
+    if situation.waits_for_states:
         return None
     return Finding(
-        f"all {most} allowed requests run, others wait, and token usage is {s.load.median('usage'):.2f} "
-        f"{s.often('capped')}: max_running_requests is the limit, not memory",
-        evidence={**s.evidence("capped"), "max_running_requests": most},
+        f"all {most} allowed requests run, others wait, and token usage is "
+        f"{situation.load.median('usage'):.2f} {situation.often('capped')}: max_running_requests is the "
+        "limit, not memory",
+        evidence={**situation.evidence("capped"), "max_running_requests": most},
     )
 
 
@@ -187,63 +193,74 @@ STATE_LEVERS = ("disable-radix-cache", STATE_STRATEGY, "mamba-full-memory-ratio"
 """Flags against a full state pool of a hybrid model. Flags that reduce the states per request come first."""
 
 
-def states_full(s: Situation, flags: Flags) -> Finding | None:
+def states_full(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the state pool of a hybrid model is the limit while the KV pool has room."""
-    if not s.waits_for_states or s.fills_up:
+    if not situation.waits_for_states or situation.fills_up:
         return None
     # The first flag with a next value is advised.
-    settings = (with_beside("states", flag, s.server, flags) for flag in STATE_LEVERS)
+    settings = (with_beside("states", flag, situation.server, flags) for flag in STATE_LEVERS)
     args = next(filter(None, settings), {})
     remedies = [command_line(args)]
-    pool, pool_size, would_run = s.facts.states, "", 0
+    pool, pool_size, would_run = situation.facts.states, "", 0
     if pool is None:
         remedies.append("a larger --mamba-full-memory-ratio or --max-mamba-cache-size")
     else:
         pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
         if args:
+            # Number of requests that would run after the change, from which flag tuning predicts its gain.
             slots_per_request = slots_after(args, pool.per_request)
-            would_run = state_slots(s.server, slots_per_request) // slots_per_request
-    if FLAGS["mamba-ssm-dtype"].values("states", s.server):
+            would_run = state_slots(situation.server, slots_per_request) // slots_per_request
+    if FLAGS["mamba-ssm-dtype"].values("states", situation.server):
         remedies.append("--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little")
     return Finding(
-        f"{s.load.median('running'):.0f} requests run, others wait, and token usage is "
-        f"{s.load.median('usage'):.2f}: the state pool{pool_size} is the limit, not max_running_requests",
+        f"{situation.load.median('running'):.0f} requests run, others wait, and token usage is "
+        f"{situation.load.median('usage'):.2f}: the state pool{pool_size} is the limit, not "
+        "max_running_requests",
         args=args,
         change=", or ".join(filter(None, remedies)),
-        evidence={**s.evidence("states"), "state_slots": pool and pool.slots, "would_run": would_run},
+        evidence={**situation.evidence("states"), "state_slots": pool and pool.slots, "would_run": would_run},
     )
 
 
-def retractions(s: Situation, flags: Flags) -> Finding | None:
+def retractions(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the KV pool overflows and retracts requests. About one retraction a minute is fine."""
-    if not s.retractions:
+    if not situation.retractions:
         return None
-    rate = s.retractions_per_min
-    reading = f"{counted(s.retractions, 'retraction')}, {rate:.1f} a minute, in {span_in_words(s.load)}"
-    evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
+    rate = situation.retractions_per_min
+    span = span_in_words(situation.load)
+    reading = f"{counted(situation.retractions, 'retraction')}, {rate:.1f} a minute, in {span}"
+    evidence = {
+        **situation.evidence("full"),
+        "retractions": situation.retractions,
+        "retractions_per_min": round(rate, 2),
+    }
     if not retracts_often(rate):
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
     # Too few load samples for advice: the report then shows only the number of retractions.
-    if not has_enough(s.load):
+    if not has_enough(situation.load):
         return None
-    sign = f"{reading}, with token usage at {s.server.usage:.2f}: retracted requests lose their work"
-    recomputed_share, recomputed_tokens = s.log.recomputed_share, s.log.prefills.retracted_tokens
+    sign = f"{reading}, with token usage at {situation.server.usage:.2f}: retracted requests lose their work"
+    recomputed_share, recomputed_tokens = (
+        situation.log.recomputed_share,
+        situation.log.prefills.retracted_tokens,
+    )
     if recomputed_share is not None:
         cost = f"{recomputed_tokens:,} tokens are computed again, {recomputed_share:.0%} of those generated"
         evidence |= {
             "tokens_computed_again": recomputed_tokens,
             "recomputed_share": round(recomputed_share, 4),
         }
-        if not retractions_cost(s.log):
+        if not retractions_cost(situation.log):
             fine = f"{reading}: {cost}, which costs less than running fewer requests would"
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
     name = "schedule-conservativeness"
-    if FLAGS[name].values("retracting", s.server):  # the rule advises the next value of this flag
+    if FLAGS[name].values("retracting", situation.server):
+        # The flag of this rule still has a next value, which the rule will advise.
         return Finding(sign, evidence=evidence)
-    args = next_setting("retracting", "max-running-requests", s.server, flags)
+    args = next_setting("retracting", "max-running-requests", situation.server, flags)
     return Finding(
-        f"{sign}, and --{name} {s.server.now(name):g} reserves all of max_new_tokens already",
+        f"{sign}, and --{name} {situation.server.now(name):g} reserves all of max_new_tokens already",
         args=args,
         change=", or ".join(filter(None, (command_line(args), "more memory for the KV pool"))),
         evidence=evidence,
@@ -258,62 +275,68 @@ weights once and compute little."""
 LEAST_INTERVAL = 2
 """Minimum `--prefill-decode-interval` that pays, in decode steps."""
 FEWER_PASSES = 1.25
-"""Minimum ratio, of the passes without `--prefill-decode-interval` to those with it, at which the flag
-pays."""
+"""`--prefill-decode-interval` pays if, without the flag, there are at least this many times as many passes as
+with it."""
 LARGE_TP = 4
 """Minimum tensor parallelism at which larger CUDA graphs pay (SGLang's tuning guides)."""
 
 
-def running_low(s: Situation, flags: Flags) -> Finding | None:
+def running_low(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that few requests run, because full prefill passes admit requests only as fast as others end."""
-    if not frequent(s.load, "far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
+    # With a higher conservativeness, the advice of the rule `conservative` comes first.
+    if (
+        not frequent(situation.load, "far_below")
+        or situation.fills_up
+        or conservativeness(situation) > LESS_CONSERVATIVE
+    ):
         return None
-    prefills = s.log.prefills
+    prefills = situation.log.prefills
     if prefills.passes < GUIDES.samples or not is_frequent(prefills.filled / max(1, prefills.passes)):
         return None
     return Finding(
-        f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
-        f"memory is left {s.often('far_below')}: full prefill passes admit requests only as fast as others "
-        "end",
-        args=with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
-        evidence=s.evidence("far_below"),
+        f"{situation.load.median('running'):.0f} of at most {situation.max_running} requests run, others "
+        f"wait and memory is free {situation.often('far_below')}: full prefill passes admit requests only as "
+        "fast as others end",
+        args=with_memory("chunk-full", "chunked-prefill-size", situation.server, flags),
+        evidence=situation.evidence("far_below"),
     )
 
 
-def prefill_full(s: Situation, flags: Flags) -> Finding | None:
+def prefill_full(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that many prefill passes fill a small chunk, so that their fixed cost is paid too often."""
-    prefills = s.log.prefills
+    prefills = situation.log.prefills
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
         return None
-    chunk = int(s.server.now("chunked-prefill-size") or 0)
+    chunk = int(situation.server.now("chunked-prefill-size") or 0)
     if chunk >= SURELY_LARGE:
         return None
     return Finding(
         f"{share:.0%} of {prefills.passes} prefill passes take a whole chunk ({chunk} tokens) and requests "
         "still wait",
-        args=with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
+        args=with_memory("chunk-full", "chunked-prefill-size", situation.server, flags),
         evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4)},
     )
 
 
-def small_prefills(s: Situation, flags: Flags) -> Finding | None:
+def small_prefills(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that decoding often stops for prefill passes of few tokens."""
     name = "prefill-decode-interval"
-    prefills, chunk = s.log.prefills, s.facts.chunk or 0
-    args = next_setting("small-prefills", name, s.server, flags)
-    if name not in flags.names or not args or not has_enough(s.log):
+    prefills, chunk = situation.log.prefills, situation.facts.chunk or 0
+    args = next_setting("small-prefills", name, situation.server, flags)
+    if name not in flags.names or not args or not has_enough(situation.log):
         return None
     # Mixed chunks let prefill passes decode too, so they delay nothing.
-    if s.facts.arguments.get("enable_mixed_chunk"):
+    if situation.facts.arguments.get("enable_mixed_chunk"):
         return None
     mean_tokens = prefills.new_tokens / max(1, prefills.passes)
     are_small = mean_tokens <= min(GUIDES.small_pass * chunk, LIKE_A_STEP)
-    if prefills.passes < GUIDES.samples or not are_small or frequent(s.load, "empty"):
+    # With an empty queue, passes are small because requests arrive one by one.
+    if prefills.passes < GUIDES.samples or not are_small or frequent(situation.load, "empty"):
         return None
-    steps, interval = s.decode_steps, args[name]
+    steps, interval = situation.decode_steps, args[name]
     saves_passes = _saves_passes(
-        prefills=prefills.passes, steps=steps, output_tokens=s.server.output_tokens, interval=interval
+        prefills=prefills.passes, steps=steps, output_tokens=situation.server.output_tokens, interval=interval
     )
     if interval < LEAST_INTERVAL or not saves_passes:
         return None
@@ -333,7 +356,8 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
     fewer slots decode, and more decode steps are needed.
     """
     if prefills * interval <= steps or not output_tokens:
-        return False  # the prefill passes are at least an interval apart already, or too little is known
+        # The prefill passes are at least an interval apart already, or the output length is unknown.
+        return False
     decoding_share = 1 - interval / 2 / output_tokens
     if decoding_share <= 0:
         return False
@@ -341,17 +365,17 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
     return prefills + steps >= FEWER_PASSES * passes_with_interval
 
 
-def long_prompts(s: Situation, flags: Flags) -> Finding | None:
+def long_prompts(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that one or two prompts fill a prefill pass."""
-    prefills = s.log.prefills
+    prefills = situation.log.prefills
     share = prefills.few_long / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
         return None
     tokens = prefills.mean_prompt
     if tokens < GUIDES.long_prompt:
         return None
-    args = with_memory("chunk-full", "chunked-prefill-size", s.server, flags)
-    args |= next_setting("chunk-full", "cuda-graph-backend-prefill", s.server, flags)
+    args = with_memory("chunk-full", "chunked-prefill-size", situation.server, flags)
+    args |= next_setting("chunk-full", "cuda-graph-backend-prefill", situation.server, flags)
     return Finding(
         f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
         f"({tokens:,.0f} tokens each): long prompts dominate",
@@ -360,37 +384,40 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
+def cuda_graph(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that decoding runs without CUDA graphs, although they matter at its batch sizes."""
     # A small model, or a large tensor parallelism, needs CUDA graphs for larger batches.
     sign = "no_graph"
-    if 0 < (s.facts.weights_gb or 0) <= GUIDES.launched_gb:
+    if 0 < (situation.facts.weights_gb or 0) <= GUIDES.launched_gb:
         sign = "no_graph_small"
-    elif s.facts.tp >= LARGE_TP:
+    elif situation.facts.tp >= LARGE_TP:
         sign = "no_graph_tp"
-    batches = [sample.running for sample in s.log.samples if SIGNS[sign](sample)]
-    share = len(batches) / max(1, s.log.counted)
-    if not has_enough(s.log) or not is_frequent(share):
+    batches = [sample.running for sample in situation.log.samples if SIGNS[sign](sample)]
+    share = len(batches) / max(1, situation.log.counted)
+    if not has_enough(situation.log) or not is_frequent(share):
         return None
     running = median(batches)
-    if s.facts.graph_disabled:
+    if situation.facts.graph_disabled:
         cause = "the server's arguments switch CUDA graphs off"
-        args = next_setting("graph-off", "cuda-graph-backend-decode", s.server, flags)
+        args = next_setting("graph-off", "cuda-graph-backend-decode", situation.server, flags)
         # The older flag --disable-cuda-graph would override the new flag, so it is removed.
-        if s.facts.arguments.get("disable_cuda_graph"):
+        if situation.facts.arguments.get("disable_cuda_graph"):
             args = {"disable-cuda-graph": None}
     else:
         cause = "CUDA graphs are captured only for smaller batches"
-        if s.facts.graph_max_bs:
-            cause = f"CUDA graphs are captured only for batches of up to {s.facts.graph_max_bs} requests"
-        server = replace(s.server, running=running)  # the next value must cover these batches
+        if situation.facts.graph_max_bs:
+            cause = (
+                f"CUDA graphs are captured only for batches of up to {situation.facts.graph_max_bs} requests"
+            )
+        # The next value of the flag must cover the batches that ran without a graph.
+        server = replace(situation.server, running=running)
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
     return Finding(
         f"decoding runs without a CUDA graph (`cuda graph: False`) in {share:.0%} of "
-        f"{span_in_words(s.log)}, with {running:.0f} running requests: {cause}",
+        f"{span_in_words(situation.log)}, with {running:.0f} running requests: {cause}",
         args=args,
-        evidence={**s.evidence(), "no_graph_share": round(share, 4)},
-        certainty="high" if s.facts.graph_disabled else None,
+        evidence={**situation.evidence(), "no_graph_share": round(share, 4)},
+        certainty="high" if situation.facts.graph_disabled else None,
     )
 
 
@@ -398,11 +425,11 @@ FEWEST_ANSWERS = 100
 """Minimum number of answers on which the gain of n-gram speculation is predicted."""
 
 
-def answers_repeat(s: Situation, flags: Flags) -> Finding | None:
+def answers_repeat(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that answers repeat each other so much that drafts from earlier answers would save time."""
-    answers, server = s.client.answers if s.client else 0, s.server
+    answers, server = situation.client.answers if situation.client else 0, situation.server
     args = with_beside("repeated", NGRAM, server, flags)
-    if answers < FEWEST_ANSWERS or not has_enough(s.load) or not args:
+    if answers < FEWEST_ANSWERS or not has_enough(situation.load) or not args:
         return None
     figures = {"tokens_a_step": round(server.repeated, 2), "speedup": round(server.ngram_speedup, 2)}
     return Finding(
@@ -410,5 +437,5 @@ def answers_repeat(s: Situation, flags: Flags) -> Finding | None:
         f"yield {server.repeated:.1f} tokens per request, and the {server.running:.0f} running requests "
         f"together {server.ngram_speedup:.1f} times as many tokens/s",
         args,
-        evidence={**s.evidence(), **figures},
+        evidence={**situation.evidence(), **figures},
     )

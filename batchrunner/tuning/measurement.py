@@ -1,6 +1,7 @@
-"""Measure a trial: its steady speed, its signs, and when to stop it. Pure.
+"""Measure a trial: its steady speed, its load signs, and when to stop it.
 
-The caller reports each row that ends and each reading of the load, from a real or a simulated engine.
+The caller reports each row that ends and each reading of the load, from a real or a simulated engine. The
+module itself does no I/O and reads no clock.
 """
 
 from collections.abc import Sequence
@@ -114,13 +115,14 @@ class Incumbent:
 
 
 class TrialProgress(NamedTuple):
-    """Progress of a trial at one time."""
+    """Counts of a trial at one point in time."""
 
     at_s: float
     tokens: int
     rows: int
     log_bytes: int = 0
-    """Size of the server's log at this time. Passes logged before it belong to the rows counted before it."""
+    """Size of the server's log at this time, in bytes. The part of the log before it belongs to the rows
+    counted so far."""
 
 
 @dataclass(slots=True)
@@ -154,7 +156,8 @@ class TrialWatch:
         self.tokens += output
         self._prompt_tokens += prompt
         self._cached_tokens += cached
-        self._retractions += retractions if self._warm else 0  # they become a rate of the steady time
+        # Retractions become a rate of the steady time, so those of the warm-up do not count.
+        self._retractions += retractions if self._warm else 0
         self._outputs.append(output)
 
     def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
@@ -172,6 +175,7 @@ class TrialWatch:
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
+            # The measured span may extend to here. After the last waiting request, the drain begins.
             self._busy = progress
             self._busy_readings = len(self._readings)
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
@@ -232,13 +236,15 @@ class TrialWatch:
             return TrialSigns(running=self._peak)
         schedulers = len({reading.scheduler for reading in readings})
         outputs = sorted(self._outputs)
-        polls = len(readings) / schedulers  # each poll has a reading of every scheduler
+        # Each poll has a reading of every scheduler.
+        polls = len(readings) / schedulers
 
         def total(name: str) -> float:
             return float(sum(getattr(reading, name) for reading in readings))
 
         def limit(name: str) -> int | None:
-            limits = [getattr(reading, name) for reading in readings[-schedulers:]]  # of the last poll
+            # Limits do not change, so the readings of the last poll suffice.
+            limits = [getattr(reading, name) for reading in readings[-schedulers:]]
             return sum(limits) if None not in limits else None
 
         return TrialSigns(

@@ -135,7 +135,7 @@ class FlagMemory:
         self.args = {name: value for step in self._latest() for name, value in step.args.items()}
         """Flags and variables with which the servers of this run start, in addition to the job's own."""
         if self.args:
-            why = "found best by an earlier run of such a job"
+            why = "the best flags of an earlier run of such a job"
             log.info("starting with %s, %s; delete %s to forget", command_line(self.args), why, memory.path)
             incidents.append(Incident("recalled", "the engine", why, {"new": self.args}))
 
@@ -166,6 +166,7 @@ class FlagMemory:
                 steps.append(_read_step.decode(content))
         latest: dict[str, TriedStep] = {}
         for step in [*steps, *self._steps]:
-            latest.pop(step.name, None)  # a new insertion moves the step to the end of the order
+            # A step that is inserted again moves to the end of the order.
+            latest.pop(step.name, None)
             latest[step.name] = step
         return [*latest.values()]

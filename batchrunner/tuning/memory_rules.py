@@ -1,4 +1,4 @@
-"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each rule is pure."""
+"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each is a pure function."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,9 @@ from batchrunner.tuning.recover import Death, safer
 from batchrunner.tuning.situation import LONGEST_LINE, Finding, Situation
 
 
-def memory_left(s: Situation, flags: Flags) -> Finding | None:
+def memory_left(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that GPU memory is left unused, or that the right amount of it is free for activations."""
-    spare_gb, band = s.server.spare_gb, s.server.band
+    spare_gb, band = situation.server.spare_gb, situation.server.band
     if spare_gb is None or spare_gb < band.low:
         return None
     reading = f"available_gpu_mem is {spare_gb:.2f} GB when the server is ready"
@@ -22,14 +22,14 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
     good = f"{round(band.low, 1):g}-{round(band.high, 1):g} GB"
     if spare_gb <= band.high:
         return Finding(f"{reading}: {good} is good", evidence=evidence, fine=True)
-    if s.facts.number("max_total_tokens"):
+    if situation.facts.number("max_total_tokens"):
         return Finding(
             f"{reading}: more than {good}, because --max-total-tokens limits the KV pool",
             args={"max-total-tokens": None},
             evidence=evidence,
         )
     return _fraction(
-        s,
+        situation,
         flags,
         sign="memory-left",
         reading=f"{reading}: more than the {good} that activations need; the rest is unused",
@@ -37,21 +37,29 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def pool_small(s: Situation, _: Flags) -> Finding | None:
+def pool_small(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the KV pool of a CPU, whose size a flag sets, holds fewer requests than may run."""
-    pool_tokens, most, running = s.server.now("max-total-tokens"), s.max_running, s.server.running
-    if not most or running < 1 or not (s.short_of_pool or s.retracts_often):
+    pool_tokens, most, running = (
+        situation.server.now("max-total-tokens"),
+        situation.max_running,
+        situation.server.running,
+    )
+    if not most or running < 1 or not (situation.short_of_pool or situation.retracts_often):
         return None
     return Finding(
         f"{running:.0f} of at most {most} requests run and others wait: the KV pool of {pool_tokens:.0f} "
-        f"tokens holds no more, at token usage {s.load.median('usage'):.2f}",
-        evidence={**s.evidence("kv_bound", "conservative"), "pool_tokens": pool_tokens, "max_running": most},
+        f"tokens holds no more, at token usage {situation.load.median('usage'):.2f}",
+        evidence={
+            **situation.evidence("kv_bound", "conservative"),
+            "pool_tokens": pool_tokens,
+            "max_running": most,
+        },
     )
 
 
-def memory_tight(s: Situation, flags: Flags) -> Finding | None:
+def memory_tight(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that too little GPU memory is free for activations."""
-    spare_gb, low = s.server.spare_gb, s.server.band.low
+    spare_gb, low = situation.server.spare_gb, situation.server.band.low
     if spare_gb is None or spare_gb >= low:
         return None
     reading = (
@@ -59,22 +67,22 @@ def memory_tight(s: Situation, flags: Flags) -> Finding | None:
         f"{round(low, 1):g} GB, memory may run out"
     )
     evidence = {"available_gpu_gb": spare_gb}
-    return _fraction(s, flags, sign="memory-tight", reading=reading, evidence=evidence)
+    return _fraction(situation, flags, sign="memory-tight", reading=reading, evidence=evidence)
 
 
 def _fraction(
-    s: Situation, flags: Flags, sign: str, reading: str, evidence: dict[str, Any]
+    situation: Situation, flags: Flags, sign: str, reading: str, evidence: dict[str, Any]
 ) -> Finding | None:
     """Advise a mem-fraction-static that leaves the right amount of the card's memory free.
 
     Return None if the weights and a useful pool would not fit into the new fraction.
     """
-    name, card = "mem-fraction-static", s.facts.card_gb
-    present, is_raise = s.server.now(name), sign == "memory-left"
+    name, card = "mem-fraction-static", situation.facts.card_gb
+    present, is_raise = situation.server.now(name), sign == "memory-left"
     if present is None or not card:
         change = f"--{name} {'up' if is_raise else 'down'} in steps of {FRACTION_STEP}"
         return Finding(reading, change=change if flags.spelling(name) else "", evidence=evidence)
-    args = next_setting(sign, name, s.server, flags)
+    args = next_setting(sign, name, situation.server, flags)
     if not args:
         return None
     difference_gb = f"{abs(args[name] - present) * card:.1f} GB {'more' if is_raise else 'less'}"
@@ -88,43 +96,46 @@ def _fraction(
 def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
     """Return the rule on memory that ran out in a phase of the server; `where` names the phase in words."""
 
-    def judge(s: Situation, flags: Flags) -> Finding | None:
+    def judge(situation: Situation, flags: Flags) -> Finding | None:
         # The memory of CUDA graphs depends on the batch sizes that are captured, not on number types. Smaller
         # graphs are among the flags that `_ran_out` advises, so this phase needs no further remedy.
-        remedy = "" if phase == "graph" else _narrower(s, flags)
-        return _ran_out(s, trouble=s.facts.troubles.get(phase), flags=flags, where=where, remedy=remedy)
+        remedy = "" if phase == "graph" else _narrower(situation, flags)
+        return _ran_out(
+            situation, trouble=situation.facts.troubles.get(phase), flags=flags, where=where, remedy=remedy
+        )
 
     return judge
 
 
-def oom_weights(s: Situation, flags: Flags) -> Finding | None:
+def oom_weights(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the weights do not fit, or leave no room for a KV pool."""
-    if trouble := s.facts.troubles.get("pool"):
+    if trouble := situation.facts.troubles.get("pool"):
         where = "before there was a KV pool: the weights take all that mem-fraction-static allows"
         return _ran_out(
-            s,
+            situation,
             trouble=trouble,
             flags=flags,
             where=where,
-            remedy="" if s.facts.on_cpu else "more GPUs (--tp-size)",
+            remedy="" if situation.facts.on_cpu else "more GPUs (--tp-size)",
         )
-    if trouble := s.facts.troubles.get("load"):
-        args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
+    if trouble := situation.facts.troubles.get("load"):
+        args = {} if situation.facts.on_cpu else flags.setting("tp-size", 2 * situation.facts.tp)
         remedy = command_line(args) or "a machine with more memory"
-        if not s.facts.quantised and not s.facts.arguments.get("quantization"):
+        if not situation.facts.quantised and not situation.facts.arguments.get("quantization"):
             remedy += ", or a quantised model"
         where = "while weights were loaded"
-        finding = _ran_out(s, trouble=trouble, flags=flags, where=where, remedy=remedy)
-        return finding and replace(finding, args=args)  # the arguments of recovery cannot help
+        finding = _ran_out(situation, trouble=trouble, flags=flags, where=where, remedy=remedy)
+        # More GPUs or memory are advised in place of the flags that recovery would set.
+        return finding and replace(finding, args=args)
     return None
 
 
-def killed(s: Situation, flags: Flags) -> Finding | None:
+def killed(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that a process was killed, as the kernel does when the host's memory runs out."""
-    died = s.facts.died
+    died = situation.facts.died
     if died is None or not died.killed:
         return None
-    args = safer(Death("killed", died.text), s.facts, flags)
+    args = safer(Death("killed", died.text), situation.facts, flags)
     host = "more memory for it (the machine's, the container's or Slurm's --mem), if `dmesg` says `oom-kill`"
     return Finding(
         f"killed (SIGKILL), as the kernel does when the host's memory runs out: {died.text[:LONGEST_LINE]}",
@@ -134,10 +145,10 @@ def killed(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def crashed(s: Situation, _: Flags) -> Finding | None:
+def crashed(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the server died of an error that no flag is known to cure."""
-    died = s.facts.died
-    if died is None or died.killed or s.facts.last_trouble:
+    died = situation.facts.died
+    if died is None or died.killed or situation.facts.last_trouble:
         return None
     return Finding(
         f"the server died: {died.text[:LONGEST_LINE]}",
@@ -146,13 +157,13 @@ def crashed(s: Situation, _: Flags) -> Finding | None:
     )
 
 
-def _narrower(s: Situation, flags: Flags) -> str:
+def _narrower(situation: Situation, flags: Flags) -> str:
     """Name number types of fewer than 16 bits, for weights or KV cache, that the card supports.
 
     The KV pool takes all memory that the weights leave. So smaller numbers free memory only together with a
     lower mem-fraction-static.
     """
-    facts, types = s.facts, list[str]()
+    facts, types = situation.facts, list[str]()
     if facts.architecture in FP8:
         if facts.kv_in_16_bits:
             types.append(command_line(flags.setting("kv-cache-dtype", "fp8_e4m3")))
@@ -165,12 +176,12 @@ def _narrower(s: Situation, flags: Flags) -> str:
 
 
 def _ran_out(
-    s: Situation, *, trouble: OutOfMemory | None, flags: Flags, where: str, remedy: str
+    situation: Situation, *, trouble: OutOfMemory | None, flags: Flags, where: str, remedy: str
 ) -> Finding | None:
     """Advise the flags that recovery would set, and `remedy` as an alternative; None if no memory ran out."""
     if trouble is None:
         return None
-    args = safer(Death(trouble.phase, trouble.text, trouble.running), s.facts, flags)
+    args = safer(Death(trouble.phase, trouble.text, trouble.running), situation.facts, flags)
     remedies = [text for text in (command_line(args), remedy) if text]
     return Finding(
         f"out of memory{where and ' '}{where}: {trouble.text[:LONGEST_LINE]}",

@@ -1,8 +1,9 @@
-"""N-gram speculation: what it would gain on a job's answers, and when a server needs them as a corpus. Pure.
+"""N-gram speculation: what it would gain on a job's answers, and when a server needs them as a corpus.
 
 With `--speculative-algorithm NGRAM`, SGLang looks up the last tokens of an answer in earlier outputs of the
 same scheduler, drafts the tokens that followed them there, and checks the whole draft in one decode step.
-There is no draft model. The answers stay the same if the job samples as `is_exact` requires.
+There is no draft model. The answers stay the same if the job samples as `is_exact` requires. The module does
+no I/O.
 """
 
 import re
@@ -34,7 +35,8 @@ def words_a_step(answers: Iterable[str], earlier: Iterable[str] = ()) -> float:
     except for their last words (0.5.23, ngram_worker). It can also draft from `earlier`, the answers that the
     server generated before.
     """
-    next_word: dict[tuple[str, ...], str] = {}  # Maps each n-gram to the word that last followed it.
+    # Maps each n-gram to the word that last followed it.
+    next_word: dict[tuple[str, ...], str] = {}
     for answer in earlier:
         words = WORD.findall(answer)[:MOST_WORDS]
         _learn(next_word, words, range(len(words)))
@@ -92,7 +94,7 @@ def checking_cost(running: float, kv_share: float) -> float:
     for each request, and reads the KV cache once as before. `kv_share` is the size of the KV cache in use
     divided by that of the weights. This is arithmetic; no figure of it was measured.
     """
-    # Times are in units of the time to read the weights, which is the minimum for their matrix products.
+    # The unit of time is one read of the weights. Their matrix products never take less than that.
     weights = max(1.0, running / COMPUTE_BOUND)
     weights_with_drafts = max(1.0, running * CHECKED / COMPUTE_BOUND)
     return (weights_with_drafts + kv_share) / (weights + kv_share)

@@ -40,7 +40,7 @@ NAMES: Mapping[Phase | Kind, str] = {
     "general": "out of memory",
     "load": "the weights do not fit",
     "pool": "no room for a KV pool",
-    "killed": "killed by the kernel for want of memory",
+    "killed": "killed by the kernel for lack of memory",
     "crash": "a crash",
 }
 """Cause of a server's death in words, by its kind."""
@@ -84,7 +84,7 @@ def examine(ended: EndedServer, facts: Facts) -> Death:
         return Death(last.phase, unstamped(last.text)[:300], last.running)
     killed = ended.exit_code == KILLED or (facts.died is not None and facts.died.killed)
     if ended.oom_kills and killed:
-        return Death("killed", f"killed by the kernel for want of memory ({ended.oom_kills} processes)")
+        return Death("killed", f"killed by the kernel for lack of memory ({ended.oom_kills} processes)")
     return Death("crash", f"exit {ended.exit_code}")
 
 
@@ -144,7 +144,7 @@ _HOPELESS = {
 
 
 class Healer:
-    """Chooses safer arguments after each death, and remembers those that worked for later runs.
+    """Chooses safer arguments after each death, and saves arguments that worked for later runs.
 
     The servers of one engine share a healer, so that no second server dies of the same cause.
     """
@@ -209,7 +209,8 @@ class Healer:
         `args` are the arguments of that server.
         """
         newest = recall_safer_flags(self._memory)
-        is_known = newest is not None and newest.args == self.args  # by another server
+        # Another server of the run may have recorded the same arguments.
+        is_known = newest is not None and newest.args == self.args
         if self._changes and self._had_all(args) and not is_known:
             why = f"learned on {datetime.now(UTC):%Y-%m-%d} from {self._last_cause}"
             self._memory.try_to_append("safer", SaferFlags(self.args, why))

@@ -1,6 +1,6 @@
-"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure.
+"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source.
 
-Advice is given in this order: deaths first, then what usually gains most.
+Rules on deaths come first, then the rules whose advice usually gains most. The module does no I/O.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Advice:
     args: dict[str, Any] = field(default_factory=dict)
     """The change as `engine.args`; null removes a flag."""
     effect: str = ""
-    """The expected gain."""
+    """Expected gain of the advice, in words."""
     tradeoff: str = ""
     """The cost of the change."""
     certainty: Certainty = "medium"
@@ -99,6 +99,7 @@ class Rule:
         if finding is None:
             return None
         if finding.fine:
+            # Nothing has to change.
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
         # The finding has no change of its own, so the next value of the rule's flag is advised.
@@ -133,7 +134,7 @@ _LOAD_RULES = (
     "pool-small",
     "pages-large",
 )
-"""Rules whose advice depends on the load or divides memory anew. Their advice is void if memory ran out."""
+"""Rules whose advice depends on the load or divides memory differently. It is void if memory ran out."""
 _CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile", "answers-repeat")
 """Rules whose advice is void if the memory of a GPU ran out."""
 SILENCES: dict[str, tuple[str, ...]] = {
@@ -207,7 +208,7 @@ RULES: tuple[Rule, ...] = (
         effect="the graphs fit",
         other=_safer_values("graph"),
         source="G1, SGLang's message",
-        cost="larger batches run without graphs",
+        cost="larger batches run without CUDA graphs",
         certainty="high",
     ),
     Rule(
@@ -244,7 +245,7 @@ RULES: tuple[Rule, ...] = (
         sign="an exception that ended the scheduler, or a dead child process, without a lack of memory",
         judge=memory_rules.crashed,
         effect="the server stays alive",
-        other="the error to search for; no flag is known to help",
+        other="the error message, to search for it; no flag is known to help",
         source="SGLang's messages",
         certainty="low",
     ),
@@ -298,7 +299,7 @@ RULES: tuple[Rule, ...] = (
         sign=f"half a page (`--page-size`) is ≥ 15% of a request's pages; requests wait for the KV pool "
         f"{OFTEN}",
         judge=setup_rules.pages_large,
-        effect="more requests in the same KV pool, and shorter prefixes are found",
+        effect="more requests fit into the KV pool, and shorter prefixes are found in the cache",
         flag="page-size",
         on="large-pages",
     ),
@@ -385,7 +386,7 @@ RULES: tuple[Rule, ...] = (
         effect="less time between kernels at each decode step",
         flag="cuda-graph-max-bs-decode",
         on="graph-off",
-        other="graphs on, if they are disabled",
+        other="CUDA graphs on, if they are disabled",
     ),
     Rule(
         name="long-prompts",
@@ -394,7 +395,7 @@ RULES: tuple[Rule, ...] = (
         effect="fewer, larger passes over the weights",
         flag="chunked-prefill-size",
         on="chunk-full",
-        other="prefill graphs, if they are off",
+        other="CUDA graphs for prefill, if they are off",
     ),
     Rule(
         name="small-prefills",
@@ -426,7 +427,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="tensor-parallel",
-        sign="tp > 1 although all weights take ≤ 60% of one GPU; or idle GPUs beside the server of a run",
+        sign="tp > 1 although all weights take ≤ 60% of one GPU; or GPUs that the run's server does not use",
         judge=setup_rules.tensor_parallel,
         effect="no communication between GPUs at each layer",
         other="one replica for each GPU",
@@ -457,7 +458,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="host-cache",
-        sign=f"as for shared-prefixes, with prompts ≥ 1024 tokens and token usage ≥ 0.9 {OFTEN}",
+        sign=f"the sign of `shared-prefixes`, prompts of ≥ 1024 tokens, and token usage ≥ 0.9 {OFTEN}",
         judge=setup_rules.host_cache,
         effect="prefixes that the KV pool evicts come back from host memory",
         flag="enable-hierarchical-cache",
@@ -540,7 +541,7 @@ RULES: tuple[Rule, ...] = (
         name="fp8-cache",
         sign=f"a 16-bit KV cache, a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
         judge=setup_rules.pool_full,
-        effect="twice as many tokens in the pool",
+        effect="the KV pool holds twice as many tokens",
         flag="kv-cache-dtype",
         on="wide-numbers",
         certainty="low",

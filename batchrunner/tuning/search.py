@@ -176,7 +176,7 @@ class Search:
         self.notes: dict[str, str] = {}
         """Result of each flag, or the reason why it was not tried."""
         self.reason = ""
-        """Why the search ended."""
+        """Reason why the search ended, in words."""
         self._machine = machine
         self._tuned_flags = tuned_flags
         self._changed: set[str] = set()
@@ -200,7 +200,7 @@ class Search:
 
     @property
     def winner(self) -> FlagSetting:
-        """The best setting if it has proved faster than the job's own flags, otherwise those flags."""
+        """The best setting if it has proved faster than the job's own flags, otherwise these flags."""
         return self.best if self._beats_own() == "faster" else self.own
 
     def _beats_own(self) -> RaceVerdict:
@@ -282,7 +282,7 @@ class Search:
     def _race(
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
-        """Try a setting, then the best and this setting in turn; return whether the setting is faster."""
+        """Try a setting, then the best setting and this one in turn; return whether this one is faster."""
         # The comparison begins with the best setting's last trial, so that it need not run again.
         before = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))
@@ -316,6 +316,7 @@ class Search:
     ) -> tuple[bool, str] | None:
         """Return whether a challenger is better, and why; None as long as that is undecided."""
         newest, best = setting.newest, self.best.newest
+        # The first cases are clear without a comparison of speeds.
         if newest.ended == "died":
             return False, f"unsafe: {newest.why}"
         if newest.ended == "behind" or not newest.tokens_per_s:

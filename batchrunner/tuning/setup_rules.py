@@ -1,6 +1,6 @@
 """Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
-Each rule is pure. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
+Each rule is a pure function. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
 """
 
 import re
@@ -22,14 +22,15 @@ _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Attention backends that run on any GPU. Any other backend was chosen for a reason."""
 
 
-def metrics_off(s: Situation, flags: Flags) -> Finding | None:
+def metrics_off(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the server's metrics, or its counts of cached tokens, are switched off."""
     contents = {
         "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
         "enable_cache_report": "cached tokens of each chat answer",
     }
-    disabled = {name for name in contents if s.facts.arguments.get(name) is False}
-    if s.facts.metrics is False:
+    # An argument that the server does not report is not False, so nothing is said about it.
+    disabled = {name for name in contents if situation.facts.arguments.get(name) is False}
+    if situation.facts.metrics is False:
         disabled.add("enable_metrics")
     names = [name for name in contents if name in disabled]
     if not names:
@@ -37,12 +38,13 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
     args: dict[str, Any] = {}
     for name in names:
         args |= flags.setting(name.replace("_", "-"), value=True)
-    return Finding(f"not reported: {' and '.join(contents[name] for name in names)}", args=args)
+    missing = " and ".join(contents[name] for name in names)
+    return Finding(f"the server does not report {missing}", args=args)
 
 
-def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
+def tensor_parallel(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that a model is split over several GPUs although it fits one, or that GPUs are idle."""
-    tp, card, idle = s.facts.tp, s.facts.card_gb, s.facts.idle_gpus
+    tp, card, idle = situation.facts.tp, situation.facts.card_gb, situation.facts.idle_gpus
     if idle:
         return Finding(
             f"{counted(idle, 'GPU')} that the server could use {'is' if idle == 1 else 'are'} idle",
@@ -51,8 +53,8 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
             certainty="high",
         )
     # A GPU logs its own part of the weights, which tensor and pipeline parallelism divide.
-    model_gb = (s.facts.weights_gb or 0.0) * tp * (s.facts.number("pp_size") or 1)
-    if tp < 2 or s.facts.on_cpu or not model_gb or not card or model_gb > ROOM_FOR_KV * card:  # noqa: PLR2004
+    model_gb = (situation.facts.weights_gb or 0.0) * tp * (situation.facts.number("pp_size") or 1)
+    if tp < 2 or situation.facts.on_cpu or not model_gb or not card or model_gb > ROOM_FOR_KV * card:  # noqa: PLR2004
         return None
     args = flags.setting("tp-size", 1)
     return Finding(
@@ -63,10 +65,10 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def data_parallel(s: Situation, flags: Flags) -> Finding | None:
+def data_parallel(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that one server runs data-parallel replicas, which get requests without regard to their load."""
-    dp = s.facts.number("dp_size") or 1
-    if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
+    dp = situation.facts.number("dp_size") or 1
+    if dp < 2 or situation.facts.attn_dp > 1:  # noqa: PLR2004
         return None
     return Finding(
         f"--dp-size {dp:.0f} sends requests to replicas in turn, whatever their load",
@@ -75,93 +77,100 @@ def data_parallel(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def expert_parallel(s: Situation, _: Flags) -> Finding:
+def expert_parallel(situation: Situation, _: Flags) -> Finding:
     """Return the advice on a mixture of experts, each of which is split over several GPUs."""
-    return Finding(f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs")
+    return Finding(f"{situation.facts.model} has experts, each of them split over {situation.facts.tp} GPUs")
 
 
-def dp_attention(s: Situation, _: Flags) -> Finding:
+def dp_attention(situation: Situation, _: Flags) -> Finding:
     """Return the advice on a model with latent attention (MLA), whose KV cache is repeated on each GPU."""
-    return Finding(f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs")
+    return Finding(f"{situation.facts.model} keeps the same KV cache on each of {situation.facts.tp} GPUs")
 
 
-def encoder_unused(s: Situation, _: Flags) -> Finding:
+def encoder_unused(situation: Situation, _: Flags) -> Finding:
     """Return the advice on a model whose encoder of images, sounds or videos the job does not use."""
-    return Finding(f"{s.facts.model} accepts images, sounds or videos, but the job has none")
+    return Finding(f"{situation.facts.model} accepts images, sounds or videos, but the job has none")
 
 
-def fixed_guesses(s: Situation, _: Flags) -> Finding:
+def fixed_guesses(situation: Situation, _: Flags) -> Finding:
     """Return the advice on speculative decoding with a fixed number of guessed tokens per step."""
     return Finding(
-        f"{s.facts.arguments.get('speculative_algorithm')} guesses the same number of tokens in each step"
+        f"{situation.facts.arguments.get('speculative_algorithm')} guesses the same number of tokens in each "
+        "step"
     )
 
 
-def torch_compile(s: Situation, _: Flags) -> Finding | None:
+def torch_compile(situation: Situation, _: Flags) -> Finding | None:
     """Detect a small model with small batches, for which compiled kernels pay."""
-    model_gb = (s.facts.weights_gb or 0.0) * s.facts.tp
-    if not 0 < model_gb <= GUIDES.small_model_gb or not frequent(s.load, "small_batch"):
+    model_gb = (situation.facts.weights_gb or 0.0) * situation.facts.tp
+    if not 0 < model_gb <= GUIDES.small_model_gb or not frequent(situation.load, "small_batch"):
         return None
-    return Finding(f"a small model ({model_gb:.1f} GB) runs small batches ({s.server.running:.0f} requests)")
+    return Finding(
+        f"a small model ({model_gb:.1f} GB) runs small batches ({situation.server.running:.0f} requests)"
+    )
 
 
-def pool_full(s: Situation, _: Flags) -> Finding | None:
+def pool_full(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the KV pool limits the number of running requests."""
-    if not frequent(s.load, "kv_bound"):
+    if not frequent(situation.load, "kv_bound"):
         return None
-    return Finding(f"the KV pool is full {s.often('kv_bound')}", evidence=s.evidence("kv_bound"))
+    return Finding(
+        f"the KV pool is full {situation.often('kv_bound')}", evidence=situation.evidence("kv_bound")
+    )
 
 
-def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
+def shared_prefixes(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that prompts share prefixes, but come in an order with few prefix cache hits."""
-    prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
+    prefills, policy = situation.log.prefills, situation.facts.arguments.get("schedule_policy")
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
         return None
     prompt_tokens = prefills.cached_tokens + prefills.new_tokens
     reading = f"{share:.0%} of {prompt_tokens:,} prompt tokens were in the cache"
     evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
-    if s.client is not None:
-        if s.client.order in {"auto", "prefix"}:
-            return None  # No advice is needed: the runner already groups rows by their common prefix.
+    if situation.client is not None:
+        if situation.client.order in {"auto", "prefix"}:
+            # No advice is needed, because the runner already groups rows by their common prefix.
+            return None
         reading = f"{reading}, in the input's order"
         return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
-    queue, limit = s.load.longest_queue, GUIDES.lpm_queue
+    queue, limit = situation.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
-        reading += f"; lpm gives up above {limit:.0f} waiting requests"
+        reading += f"; above {limit:.0f} waiting requests, lpm does not look for common prefixes"
     # The flag would not help if lpm is on already or unknown, or if the queue is too long for lpm.
     if policy in {"lpm", None} or queue >= limit:
         change = "send requests that begin alike one after another, as batchrun does"
         return Finding(reading, args={}, change=change, evidence=evidence)
-    args = next_setting("shared", "schedule-policy", s.server, flags)
+    args = next_setting("shared", "schedule-policy", situation.server, flags)
     return Finding(reading, args=args, evidence=evidence)
 
 
-def host_cache(s: Situation, _: Flags) -> Finding | None:
+def host_cache(situation: Situation, _: Flags) -> Finding | None:
     """Detect that prompts share long prefixes, which the KV pool may evict before their next use."""
-    prefills = s.log.prefills
+    prefills = situation.log.prefills
     shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
         return None
-    if not frequent(s.load, "full"):
+    if not frequent(situation.load, "full"):
         return None
     return Finding(
         f"prompts of {prefills.mean_prompt:,.0f} tokens share prefixes, {prefills.cached_share:.0%} of their "
-        f"tokens were in the cache, and the KV pool is full {s.often('full')}",
-        evidence={"cached_share": round(prefills.cached_share, 4), **s.evidence("full")},
+        f"tokens were in the cache, and the KV pool is full {situation.often('full')}",
+        evidence={"cached_share": round(prefills.cached_share, 4), **situation.evidence("full")},
     )
 
 
-def attention_backend(s: Situation, _: Flags) -> Finding | None:
+def attention_backend(situation: Situation, _: Flags) -> Finding | None:
     """Detect a general-purpose attention backend on a GPU for which SGLang has a better one."""
-    backend = s.facts.arguments.get("attention_backend")
-    if backend not in _GENERAL or backend in best_backends(s.facts)[:1]:
+    backend = situation.facts.arguments.get("attention_backend")
+    if backend not in _GENERAL or backend in best_backends(situation.facts)[:1]:
         return None
     # If the launch command is unknown, as for a log, the user may have chosen the backend in a config file.
-    command = str(s.facts.arguments.get("launch_command") or "--config")
+    command = str(situation.facts.arguments.get("launch_command") or "--config")
     if not re.search("attention.backend|--config", command):
-        return None  # SGLang itself chose the backend, so there is nothing to advise.
-    return Finding(f"the attention backend is {backend} on {s.facts.card}")
+        # SGLang itself chose the backend, so there is nothing to advise.
+        return None
+    return Finding(f"the attention backend is {backend} on {situation.facts.card}")
 
 
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})
@@ -175,51 +184,53 @@ LOST_IN_PAGES = 0.15
 """Minimum fraction of a request's KV cache pages that is empty, at which the pages are too large."""
 
 
-def cache_off(s: Situation, _: Flags) -> Finding | None:
+def cache_off(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the prefix cache is off although prompts share prefixes."""
-    shared = s.client.possible_share if s.client else None
-    if not s.facts.arguments.get("disable_radix_cache") or shared is None or shared < GUIDES.shared:
+    shared = situation.client.possible_share if situation.client else None
+    if not situation.facts.arguments.get("disable_radix_cache") or shared is None or shared < GUIDES.shared:
         return None
     return Finding(
         f"the prefix cache is off, and {shared:.0%} of the prompt tokens could come from it",
-        evidence={"possible_share": round(shared, 4), "computed_tokens": s.log.prefills.new_tokens},
+        evidence={"possible_share": round(shared, 4), "computed_tokens": situation.log.prefills.new_tokens},
     )
 
 
-def order_of_server(s: Situation, _: Flags) -> Finding | None:
+def order_of_server(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the server reorders rows, and so has fewer prefix cache hits than it could have."""
-    policy, prefills = s.facts.arguments.get("schedule_policy"), s.log.prefills
-    shared = s.client.possible_share if s.client else None
+    policy, prefills = situation.facts.arguments.get("schedule_policy"), situation.log.prefills
+    shared = situation.client.possible_share if situation.client else None
     if policy is None or policy in KEEPS_ORDER or shared is None:
         return None
     cached = prefills.cached_share
-    if shared - cached < OUT_OF_REACH or s.facts.arguments.get("disable_radix_cache"):
+    if shared - cached < OUT_OF_REACH or situation.facts.arguments.get("disable_radix_cache"):
         return None
     return Finding(
         f"{cached:.0%} of the prompt tokens were in the cache, although {shared:.0%} could be: "
-        f"--schedule-policy {policy} takes the rows in another order than they are sent in",
+        f"--schedule-policy {policy} does not take the rows in the order in which they are sent",
         evidence={"cached_share": round(cached, 4), "possible_share": round(shared, 4), "policy": policy},
     )
 
 
-def pages_large(s: Situation, _: Flags) -> Finding | None:
+def pages_large(situation: Situation, _: Flags) -> Finding | None:
     """Detect that requests are short for the page size, so that half-empty last pages waste the KV pool."""
-    page, prefills = int(s.facts.number("page_size") or 1), s.log.prefills
-    backend = str(s.facts.arguments.get("attention_backend"))
+    page, prefills = int(situation.facts.number("page_size") or 1), situation.log.prefills
+    backend = str(situation.facts.arguments.get("attention_backend"))
     if page < 2 or any(name in backend for name in PAGED) or not prefills.prompts:  # noqa: PLR2004
         return None
-    if not s.short_of_pool:
+    if not situation.short_of_pool:
         return None
-    tokens = prefills.mean_prompt + (s.client.mean_output or 0.0 if s.client else 0.0)
-    wasted_share = page / 2 / (tokens + page / 2)  # on average half of the last page is empty
+    tokens = prefills.mean_prompt + (situation.client.mean_output or 0.0 if situation.client else 0.0)
+    # On average, half of a request's last page is empty.
+    wasted_share = page / 2 / (tokens + page / 2)
     if wasted_share < LOST_IN_PAGES:
         return None
-    running = s.load.median("running")
+    running = situation.load.median("running")
     return Finding(
         f"requests of {tokens:.0f} tokens take pages of {page} tokens: half-empty last pages waste "
-        f"{wasted_share:.0%} of the KV pool, and {running:.0f} of at most {s.max_running} requests run",
+        f"{wasted_share:.0%} of the KV pool, and {running:.0f} of at most {situation.max_running} requests "
+        "run",
         evidence={
-            **s.evidence("conservative", "kv_bound"),
+            **situation.evidence("conservative", "kv_bound"),
             "page_tokens": page,
             "lost_share": round(wasted_share, 4),
         },

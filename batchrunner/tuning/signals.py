@@ -1,4 +1,4 @@
-"""Signs of a server's load: their thresholds and their wording. Pure.
+"""Signs of a server's load: their thresholds and their wording. The module does no I/O.
 
 A function below tells whether one reading of a scheduler's load shows a sign. The sign is frequent if at
 least a quarter of the readings show it (`is_frequent`). The concurrency law, advice, flag tuning during a run
@@ -24,8 +24,8 @@ class Thresholds:
     """Thresholds of the signs. "The guides" are SGLang's tuning guides. Tests change some values."""
 
     frequent: float = 0.25
-    """A sign is frequent if at least this fraction of the readings show it (the guides only say
-    "frequently")."""
+    """A sign is frequent if at least this fraction of the readings show it. SGLang's guides only say
+    "frequently"."""
     span_s: float = 10.0
     """Minimum number of seconds of work that the load samples must cover for advice."""
     samples: float = 8
@@ -34,15 +34,16 @@ class Thresholds:
     """Minimum length of a healthy queue, `#queue-req`, in requests. SGLang's guides say 100, one of them
     50."""
     queue_deep: float = 2000
-    """Maximum length of a healthy queue, `#queue-req`, in requests (the guides: 2000, one of them 1000)."""
+    """Maximum length of a healthy queue, `#queue-req`, in requests. SGLang's guides say 2000, one of them
+    1000."""
     usage_good: float = 0.9
-    """Minimum token usage at which the KV pool counts as well used (the guides)."""
+    """Minimum token usage at which the KV pool counts as well used, by SGLang's guides."""
     peaks: float = 0.1
     """Memory is the limit if the KV pool is full in at least this fraction of the samples. It need not be
     full all the time, because outputs that begin together end together, so that token usage comes in
     waves."""
     retractions_per_min: float = 1.0
-    """Maximum number of retractions per minute that is fine (the guides: about one)."""
+    """Maximum number of retractions per minute that is fine. SGLang's guides say "about one"."""
     overfull: float = 3.0
     """Minimum count of recent retractions, which halves each minute, at which the KV pool is overfull. At one
     retraction a minute the count averages 1.4, and two retractions in a row are no pattern yet."""
@@ -52,20 +53,23 @@ class Thresholds:
     (benchmarks/results/advice.json). Retractions cost little, because a prefill computes the lost tokens
     again, which is cheaper than decoding, and SGLang itself admits fewer requests after each retraction."""
     memory_low_gb: float = 5.0
-    """Memory may run out if `available_gpu_mem`, when the server is ready, is below this (the guides)."""
+    """Memory may run out if `available_gpu_mem`, when the server is ready, is below this, by SGLang's
+    guides."""
     memory_good_gb: float = 6.5
-    """Advice aims at this `available_gpu_mem` when the server is ready: the middle of the guides' 5-8 GB."""
+    """Advice aims at this `available_gpu_mem` when the server is ready: the middle of the 5-8 GB in SGLang's
+    guides."""
     memory_high_gb: float = 10.0
-    """Memory is left unused if `available_gpu_mem`, when the server is ready, is above this (the guides)."""
+    """Memory is left unused if `available_gpu_mem`, when the server is ready, is above this, by SGLang's
+    guides."""
     at_cap: float = 0.95
     """`max_running_requests` counts as reached if running requests are at least this fraction of it."""
     far_below: float = 0.5
-    """Few requests run if they are below this fraction of `max_running_requests` (the guides expect "close
-    to")."""
+    """Few requests run if they are below this fraction of `max_running_requests`. SGLang's guides expect a
+    number "close to" it."""
     short_output: float = 0.5
     """SGLang reserves too much memory if the mean output is below this fraction of `max_new_tokens`."""
     graph_batch: float = 512
-    """A CUDA graph matters for batches of at most this many requests (the guides: 512 or 768)."""
+    """A CUDA graph matters for batches of at most this many requests. SGLang's guides say 512 or 768."""
     graph_batch_small: float = 4096
     """`graph_batch` for a small model, of at most `launched_gb`. On an H200, a decode pass of SmolLM2-135M
     with about 2,000 rows takes 23 to 28 ms with a graph, and 53 to 96 ms without. SGLang's issue 33483
@@ -73,18 +77,19 @@ class Thresholds:
     launched_gb: float = 2.0
     """A model whose weights take at most this many GB has kernels that take less time than their launch."""
     graph_batch_tp: float = 768
-    """`graph_batch` with a tensor parallelism of 4 or more."""
+    """A CUDA graph matters for batches of at most this many requests, if the tensor parallelism is 4 or
+    more."""
     long_prompt: float = 2048
     """Prompts are long if their mean is at least this many tokens, so that a few fill a prefill pass."""
     small_pass: float = 0.25
     """A prefill pass is small if it fills at most this fraction of the chunk."""
     small_batch: float = 32
-    """torch.compile pays up to this many running requests (the guides: "small batch sizes")."""
+    """torch.compile pays up to this many running requests. SGLang's guides say "small batch sizes"."""
     small_model_gb: float = 10.0
     """A model is small if its weights take at most this many GB: 5 billion parameters of 16 bits."""
     shared: float = 0.1
     """Prompts share prefixes if at least this fraction of the prompt tokens come from the prefix cache, or
-    could."""
+    could come from it."""
     cached_well: float = 0.6
     """The order of the rows is good if at least this fraction of the prompt tokens come from the prefix
     cache."""
@@ -241,7 +246,7 @@ def frequent(series: Series, sign: str) -> bool:
 
 
 def retracts_often(per_min: float) -> bool:
-    """Tell whether a scheduler retracts more requests per minute than the guides call fine."""
+    """Tell whether a scheduler retracts more requests per minute than SGLang's guides call fine."""
     return per_min > GUIDES.retractions_per_min
 
 
@@ -289,12 +294,12 @@ class Corner(StrEnum):
 
     @property
     def words(self) -> str:
-        """The state in a few words, for the status line."""
+        """The load state in a few words, for the status line."""
         return _WORDS[self][0]
 
     @property
     def meaning(self) -> str:
-        """Clause on the consequence of the state, which follows the figures in the event log."""
+        """Clause on the consequence of the load state. In the event log it follows the figures."""
         return _WORDS[self][1]
 
 

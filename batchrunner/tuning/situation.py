@@ -27,7 +27,7 @@ RESERVED = 0.8
 """Minimum fraction of the KV pool that is reserved for outputs, at which the pool counts as the limit even if
 it is not full."""
 POOL_SHARE = 4
-"""Divisor of a machine's free memory: a KV pool may grow by at most a quarter of it."""
+"""A KV pool on a CPU may grow by at most the machine's free memory, divided by this number."""
 FLOAT32_BYTES = 4
 """Maximum number of bytes of a number in a CPU's KV pool (float32)."""
 FEW_PROMPTS = 50
@@ -64,7 +64,7 @@ class ClientActivity:
     output_tokens: int = 0
     """Number of tokens in the outputs whose lengths were read."""
     outputs: int = 0
-    """Number of outputs whose lengths were read."""
+    """Number of outputs whose lengths were read from the newest result files."""
     order: str = "auto"
     """The job's `order` of rows."""
     simulated: bool = False
@@ -117,7 +117,7 @@ def sets_sampling(prompt: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Situation:
-    """A server and its load, as far as they are known."""
+    """A server and its load, as far as logs and polls have shown them."""
 
     load: Series
     """Load samples: queue, running requests and token usage over time."""
@@ -148,6 +148,7 @@ class Situation:
             running=self.load.median("running"),
             usage=self.load.median("usage"),
             decodes=self.decodes,
+            # Generated tokens per prompt, because the log has no lengths of outputs.
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             shared=self._shared,
@@ -212,7 +213,8 @@ class Situation:
         pool_tokens = self.facts.ready.max_total_num_tokens if self.facts.ready else None
         if self.client is None or not self.client.ignore_eos or not pool_tokens:
             return 0.0
-        page = self.facts.number("page_size") or 1  # Admission reserves one more page for each request.
+        # SGLang reserves one more page for each request that it admits.
+        page = self.facts.number("page_size") or 1
         row_tokens = self.log.prefills.mean_prompt + (self.client.mean_output or 0.0) + page
         return self.load.median("running") * row_tokens / pool_tokens
 
@@ -235,7 +237,7 @@ class Situation:
 
     @property
     def retracts_often(self) -> bool:
-        """Whether there are more retractions than the guides call fine."""
+        """Whether there are more retractions than SGLang's tuning guides call fine."""
         return has_enough(self.load) and retracts_often(self.retractions_per_min)
 
     @property

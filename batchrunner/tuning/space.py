@@ -68,7 +68,8 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     # The GPUs that the job's environment allows, or all GPUs of the machine.
     gpu_count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
-        gpu_count = replicas * gpus_a_replica  # the job cannot use more GPUs
+        # The job cannot use more GPUs than these, even if the machine has more.
+        gpu_count = replicas * gpus_a_replica
     prompt = job.prompt.model_dump()
     return Machine(
         flags=installed(engine.python, engine.env),
@@ -109,6 +110,7 @@ def server_of(result: TrialResult, machine: Machine) -> Server:
     )
     return Server(
         facts,
+        # The table of flags takes the mean of one scheduler.
         running=signs.running / signs.schedulers,
         usage=signs.usage,
         output_tokens=signs.output_tokens,
@@ -149,7 +151,7 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "layout": lambda _, __: True,
     "held": lambda s, _: _holds_back(s),
     "retracting": lambda s, _: s.shows("kv_bound") and retracts_often(s.retractions_per_min),
-    # requests wait although fewer run than max-running-requests allows
+    # Requests wait although fewer run than `max-running-requests` allows.
     "full": lambda s, _: s.shows("conservative") or s.shows("kv_bound"),
     "chunk-full": lambda s, v: (s.prefill_per_pass or 0.0) >= PASS_IS_FULL * (v.facts.chunk or 1),
     "capped": lambda s, _: s.shows("capped"),
@@ -216,4 +218,8 @@ def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[A
 def together(changes: Collection[FlagChange]) -> FlagChange | None:
     """Combine all changes into one; None if there are fewer than two."""
     args = {name: value for change in changes for name, value in change.args.items()}
-    return FlagChange(args, "all changes that the signs of the best call for") if len(changes) > 1 else None
+    return (
+        FlagChange(args, "all changes that the signs of the best trial call for")
+        if len(changes) > 1
+        else None
+    )

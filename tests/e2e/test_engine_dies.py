@@ -282,7 +282,7 @@ def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> No
         done = ended(*inside, group, *command)
     assert done.returncode == 0, done.stderr
     rows_once(job, 100)
-    assert "killed by the kernel for want of memory: max-total-tokens 20000 -> 10000" in done.stderr
+    assert "killed by the kernel for lack of memory: max-total-tokens 20000 -> 10000" in done.stderr
     assert next(told["kind"] for told in report_of(job)["incidents"] if told["what"] == "healed") == (
         "killed"
     )

@@ -266,7 +266,7 @@ def size_of(text):
     return len(text) * UNIT
 """
 """What stands beside a function and belongs to its code."""
-CHANGED = "parse: the code has changed since the last start: finished rows keep what the old code made"
+CHANGED = "parse: the code has changed since the last start: finished rows keep the results of the old code"
 
 
 @pytest.mark.parametrize("options", [[], ["--join"]], ids=["alone", "join"])

@@ -463,7 +463,7 @@ def test_kills_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_who_may_call(tmp_path: Path) -> None:
-    """Without a key only programs on this machine, and no page of a browser; else who has the key."""
+    """Without a key only programs on this machine, and no page but the server's; else who has the key."""
     refused = batchrun("serve", "--engine", "simulated", "--dir", tmp_path, "--host", "0.0.0.0")
     assert (refused.exit_code, refused.stderr.count("BATCHRUN_API_KEY")) == (2, 1)
     refused = batchrun("serve", "--engine", "simulated", "--dir", "s3://bucket/state")
@@ -475,13 +475,18 @@ def test_who_may_call(tmp_path: Path) -> None:
 
     with serving(tmp_path / "one", *FAST) as server:
         assert status(server, "/v1/files") == 200
-        assert status(server, "/v1/files", Origin="https://evil.example") == 403
+        own = server.url.removesuffix("/v1")
+        assert status(server, "/v1/files", Origin=own) == 200  # the server's own page
+        for origin in ("https://evil.example", "null", "", own + "0", own.replace("http:", "https:")):
+            assert (origin, status(server, "/v1/files", Origin=origin)) == (origin, 403)
+        rebound = {"Host": "evil.example", "Origin": "http://evil.example"}
+        assert status(server, "/v1/files", **rebound) == 403
         for host in ("evil.example", "localhost:99999", "localhost:port", "a b", ""):
             assert (host, status(server, "/v1/files", Host=host)) == (host, 403)
     with serving(tmp_path / "two", *FAST, key="secret-key") as server:
         assert [*server.client.files.list()] == []
         assert status(server, "/health") == 200
-        for path in ("/v1/files", "/metrics", "/v1/batches/x"):
+        for path in ("/v1/files", "/metrics", "/v1/batches/x", "/v1/activity"):
             assert status(server, path) == 401
             assert status(server, path, Authorization="Bearer wrong") == 401
     with serving(tmp_path / "three", "--host", "::1", *FAST) as server:

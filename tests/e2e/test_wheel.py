@@ -23,6 +23,9 @@ DATA = (
     "batchrunner/report/html/page.css",
     "batchrunner/report/html/page.html",
     "batchrunner/report/html/page.js",
+    "batchrunner/serve/page.css",
+    "batchrunner/serve/page.html",
+    "batchrunner/serve/page.js",
     "batchrunner/sglang/cpu_shim/sgl_kernel/__init__.py",
     "batchrunner/engines/launched/launcher.py",
 )

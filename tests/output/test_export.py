@@ -182,10 +182,10 @@ def test_an_existing_file_is_kept(run: Path) -> None:
 
 
 REFUSALS: list[tuple[list[Any], str]] = [
-    (["answers.txt"], "is not that of a known format: use one of .parquet, .csv"),
+    (["answers.txt"], "unknown file format: use one of .parquet, .csv"),
     (
         ["answers.parquet.gz"],
-        "answers.parquet.gz: the ending of the file's name is not that of a known format",
+        "answers.parquet.gz: unknown file format",
     ),
     (["nowhere/answers.csv"], "there is no directory"),
     (["in.csv"], "is a directory: give a file"),

@@ -89,7 +89,7 @@ def test_calls_are_a_second_apart(tmp_path: Path, server: FakeSGLang) -> None:
 
 def test_a_listener_that_has_to_be_awaited_is_refused(tmp_path: Path) -> None:
     """Nothing would await it, so that it would show nothing."""
-    with pytest.raises(JobError, match="on_progress: is an `async def` function"):
+    with pytest.raises(JobError, match="on_progress: an `async def` function cannot be used"):
         batchrunner.run(job_of(tmp_path), on_progress=asyncio.Queue[Any]().put)
 
 

@@ -44,7 +44,7 @@ GONE_AFTER_S = 1.0
 """Silence after which a start takes one on another machine for dead."""
 REFUSALS = (
     "the input file",  # it changed, or another one stands in its place
-    "the input had",
+    "the input has",
     "was started with --join",
     "--fresh would discard",
     "can only grow",

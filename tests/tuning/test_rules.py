@@ -191,7 +191,8 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         {"metrics-off": "--enable-metrics --enable-cache-report"},
     ),
     "bursts": (
-        _in_bursts(LogWriter()), {"queue-deep": "evenly, not in bursts: keep 100-2000 requests waiting"},
+        _in_bursts(LogWriter()),
+        {"queue-deep": "send requests evenly, not in bursts: keep 100-2000 requests waiting"},
     ),
     "several replicas in one server": (
         LogWriter().started(dp_size=4).decode(30),

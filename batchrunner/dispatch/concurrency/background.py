@@ -122,13 +122,14 @@ class BackgroundController(Controller):
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
         ahead = math.ceil(self._rate * PASS_S) + 1
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
+        # Our rows get what the slots and the KV pool allow, less all requests that may be the users'.
         allowed = min(self._allowed_by_slots(slots, ahead), self._allowed_by_pool(now, reading))
         room = int(allowed - most_users)
-        # Requests of users may wait in the queue, so our rows must not take the slots that those need.
+        # Requests of users may wait in the queue, so our rows must not take the slots that these users need.
         if most_users and reading.queue:
             room = min(room, reading.in_flight - min(reading.queue, most_users))
         self.state = "background"
-        if now - self._refused_at < CALM_S:
+        if now - self._refused_at < CALM_S:  # After a refusal the window does not grow for a while.
             self.state = "pressure"
             room = min(room, self.window)
         reason = (
@@ -182,7 +183,7 @@ class BackgroundController(Controller):
         `allowed` is the number of requests, of the users and ours, that leaves all spare slots free. A server
         that lets users go first needs no spare slots.
         """
-        # So many rows that half of the spare slots remain free.
+        # With this many rows, half of the spare slots remain free.
         may_stay = max(0, allowed - self.users + self._spare // 2)
         if self.users and not self._yields and reading.in_flight > may_stay:
             self.kept = may_stay
@@ -209,6 +210,7 @@ class BackgroundController(Controller):
         """Return the number of requests, of the users and ours, that the slots allow."""
         if self._yields and not self.users:
             return slots + ahead
+        # `spare` of the law in the module's docstring.
         spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
         self._spare = math.ceil(min(spare, MOST_SPARE * slots))
         return max(1, slots - self._spare)
@@ -216,7 +218,7 @@ class BackgroundController(Controller):
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:
         """Return the number of requests, of the users and ours, that the KV pool allows."""
         fits = float(self._fits)
-        # By now the means cover the whole running time of rows.
+        # Use the means only once they cover the whole running time of a row.
         if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage
         room = self._full * min(fits, self._admits)

@@ -4,9 +4,10 @@ The window W is the number of requests that are kept in flight at a scheduler. R
 cannot run wait there as `#queue-req`. Each row that ends makes room for one more, so a slower engine gets
 fewer rows without any decision. A fresh load sample moves W:
 
-W ← 2·W while the queue is empty, the pool is not nearly full, and sent rows have arrived W ← W + 0.37·(q* -
-q) otherwise, if |q* - q| > q*/4 W ≤ running + min(queue, w) + λ'·τ while the pool is nearly full; w is 0
-while it is overfull W ≤ 0.9·mean(running) / mean(usage) while it is overfull
+    W ← 2·W                 while the queue is empty, the pool is not nearly full, and sent rows have arrived
+    W ← W + 0.37·(q* - q)   otherwise, if |q* - q| > q*/4
+    W ≤ running + min(queue, w) + λ'·τ      while the pool is nearly full; w is 0 while it is overfull
+    W ≤ 0.9·mean(running) / mean(usage)     while it is overfull
 
 - q* is the wanted length of the queue: q* = w / 0.75 with w = low + 2·λ·τ. `low` is the lower end of the
   queue's band, λ rows/s end, and samples are τ s apart. So each row that ends between two samples has a
@@ -63,7 +64,8 @@ GAIN = 0.37
 """Fraction of the queue's error that one step corrects: 1/e, the largest that does not overshoot with late
 gauges."""
 DEAD_BAND = 0.25
-"""Errors of the queue's length are not corrected up to this fraction of its wanted length."""
+"""Maximum deviation of the queue from its wanted length that is not corrected, as a fraction of that length.
+"""
 IN_USE = 0.8
 """The window may grow only if at least this fraction of it is in use. Otherwise the input is too slow."""
 GOOD_USAGE = GUIDES.usage_good
@@ -75,7 +77,8 @@ MOST_COUNTED = 12.0
 MINUTE_S = 60.0
 """Half-life, in seconds, of the count of recent retractions."""
 HALF_LIFE_S = 4.0
-"""Half-life, in seconds, of the mean number of requests that run or are on their way."""
+"""Half-life, in seconds, of the mean number of requests that run, or that were sent and have not reached the
+scheduler."""
 LEAST_LIFE_S = 30.0
 """Minimum, in seconds, of a row's mean running time as the half-life of moving averages."""
 LONGEST_LIFE_S = 600.0
@@ -212,13 +215,16 @@ class Controller:
         if self.state == "blind" or silence_s < patience_s:
             return []
         self.state = "blind"
-        # The window stays as it is. Only in a background run (`least` is 0) it becomes 0, because users may
-        # have come unseen.
+        # The window stays as it is. Only in a background run (`least` is 0) does it become 0, because users
+        # may have arrived unnoticed.
         window = min(self.window, self.least * self._most)
         return self._move(window, f"no fresh load for {silence_s:.0f} s", always=True)
 
     def stop_steering(self, state: str) -> None:
-        """Leave the window as it is; `state` (`tail` or `fixed`) is the reason. `sample` steers it again."""
+        """Leave the window as it is; `state` (`tail` or `fixed`) is the reason.
+
+        The next call of `sample` steers the window again.
+        """
         self.state = state
         self.corner = None
 
@@ -298,7 +304,8 @@ class Controller:
         window = float(self.window)
         reason = f"#queue-req {reading.queue} (about {queue:.0f}), wanted {target:.0f}"
         if error < -DEAD_BAND * target:
-            # Narrow by at most the rows that end in a half-life: by then the scheduler may run more rows.
+            # Narrow by at most the number of rows that end in a half-life, because the scheduler may run more
+            # rows by then.
             least = reading.in_flight - max(1.0, self._rate * HALF_LIFE_S)
             window = min(window, max(in_flight + GAIN * error, least))
         elif error > DEAD_BAND * target and may_grow:
@@ -348,7 +355,8 @@ class Controller:
     def _watch(self, now: float, gap_s: float, reading: Reading, *, in_use: bool) -> list[CornerChange]:
         """Update the load state that users see; return the change if the event log lacks it.
 
-        A state must last for a while, so that it does not flicker. `held` is an average over minutes already.
+        A state must last for SHOWN_AFTER_S, so that it does not flicker. Only `held` is shown at once,
+        because it is an average over minutes already.
         """
         corner = self._find_corner(gap_s, reading, in_use=in_use)
         if corner is not self._newest_corner:
@@ -371,7 +379,7 @@ class Controller:
 
     def _find_corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
         """Return the load state of this sample; None if no state fits, or while the input is too slow."""
-        # Token usage 0 marks a task without decoding. Such a task does not use the KV pool.
+        # Token usage 0 marks a task without decoding. The KV pool cannot hold back such a task.
         is_held = in_use and reading.usage > 0 and holds_back(reading) and not self.is_overfull
         self._held_share += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held - self._held_share)
         if not in_use:

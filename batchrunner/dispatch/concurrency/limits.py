@@ -45,7 +45,7 @@ class SchedulerLimit:
     """Number of retractions that the scheduler has reported since its first load sample."""
 
     def is_unreachable(self, now: float) -> bool:
-        """Tell whether polls of its load have failed for a while.
+        """Tell whether polls of the scheduler's load have failed for a while.
 
         The law's state `blind` means something else: the load of an idle scheduler can be read, but it is not
         fresh.
@@ -173,7 +173,7 @@ class ConcurrencyLimits:
         decisions = [self._add(load, now) for load in loads]
         without_load = [route for route in self.routes if not route.schedulers]
         decisions += [self._add(self._assumed_load(route), now) for route in without_load]
-        self._share_out(unsent, now)  # Its decisions are left out, because no window was reported before.
+        self._share_out(unsent, now)  # limits by shares are not part of the first decisions
         return decisions
 
     def window_of(self, route: RouteLimit) -> int:
@@ -183,7 +183,7 @@ class ConcurrencyLimits:
         window = self._wanted(route)
         if route.share is not None:
             window = min(window, route.share)
-        # Only a background run may have to send nothing.
+        # The window may be 0 only in a background run.
         return max(0 if self.is_background else 1, window)
 
     @property
@@ -207,7 +207,7 @@ class ConcurrencyLimits:
         return self.info.yields is not None
 
     def routes_to_relieve(self) -> Iterator[tuple[RouteLimit, int]]:
-        """Yield each route on which rows are to be preempted, and how many rows may stay in flight."""
+        """Yield each route whose rows must be preempted, and how many of its rows may stay in flight."""
         for route in self.routes if self.is_background else ():
             laws = [cast("BackgroundController", scheduler.controller) for scheduler in route.schedulers]
             if any(law.kept is not None for law in laws):
@@ -266,11 +266,10 @@ class ConcurrencyLimits:
         """Narrow the windows of a route that refused a request or let it wait too long."""
         if self.fixed is not None:
             return []
-        return [
-            decision
-            for scheduler in self._route_to(url).schedulers
-            for decision in scheduler.controller.backpressure(now, why)
-        ]
+        decisions: list[Decision] = []
+        for scheduler in self._route_to(url).schedulers:
+            decisions += scheduler.controller.backpressure(now, why)
+        return decisions
 
     def _route_to(self, url: str) -> RouteLimit:
         """Return the route to a server; create it if there is none."""
@@ -315,6 +314,7 @@ class ConcurrencyLimits:
                 BackgroundController as Background,
             )
 
+            # A background run starts with window 0. Its law needs the number of rows that fit the KV pool.
             fits = window
             if self.passes is None and load.max_total_tokens is not None:
                 fits = max(1, load.max_total_tokens // self.tokens_a_row)
@@ -356,7 +356,8 @@ class ConcurrencyLimits:
             # because it says that there are still no users.
             if not scheduler.update(load) and (load.has_work or not self.is_background):
                 continue
-            controller.band = self._band(load)  # A restarted server may have other limits.
+            # The band is computed anew, because a restarted server may have other limits.
+            controller.band = self._band(load)
             may_grow = len(route.schedulers) == 1 or route not in full_routes
             reading = self._reading(scheduler, load, requests[route])
             changes += controller.sample(now, reading, may_grow=may_grow)
@@ -418,10 +419,11 @@ class ConcurrencyLimits:
         """Limit each route to its share of the remaining rows; return a decision for each new limit."""
         if len(self.routes) == 1:
             return []
-        gap_s = now - (now if self._shared_at is None else self._shared_at)
+        since_last_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
+        # Recent rows are the speed of a route, which background runs need as well.
         for route in self.routes:
-            route.count_recent(gap_s)
+            route.count_recent(since_last_s)
         # In a background run, the engine's users limit each route, so shares are not needed.
         if self.is_background:
             return []

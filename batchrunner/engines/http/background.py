@@ -72,6 +72,7 @@ class BackgroundServers(AttachedServers):
             if task not in self._preempted:
                 raise
             preempted = PreemptedError(str(failure))
+            # `_post` has read this number from the reply to the aborted request.
             preempted.tokens = self._preempted[task]
             raise preempted from None
         finally:
@@ -105,7 +106,7 @@ class BackgroundServers(AttachedServers):
         return fields
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Post a body and return the reply; if the row was preempted meanwhile, count its output tokens."""
+        """Post a body and return the reply; if the row has been preempted, count its output tokens."""
         reply = await super()._post(endpoint, path, body)
         task = asyncio.current_task()
         if task in self._preempted:
@@ -121,7 +122,8 @@ class BackgroundServers(AttachedServers):
     async def _preempt_row(self, endpoint: Endpoint, task: asyncio.Task[Any], request: SentRequest) -> None:
         """Abort a request. If the request goes on nevertheless, close its connection."""
         if await self._abort(endpoint, request.rids):
-            await asyncio.sleep(TIMING.status_timeout)  # an aborted request ends within this time
+            # An aborted request ends within this time. Otherwise its connection is closed below.
+            await asyncio.sleep(TIMING.status_timeout)
         is_still_in_flight = endpoint.requests.get(task) is request
         if is_still_in_flight:
             # A missing entry tells the task that the cancellation did not come from its caller.

@@ -58,15 +58,15 @@ def raise_file_limit() -> int:
 def free_port() -> int:
     """Return a free loopback port to listen on, if possible below the range of connections' local ports.
 
-    A server that restarts must find its port free again. If the port were in the range from which the system
-    takes local ports, one of ten thousand open connections would probably have taken the port meanwhile.
+    A server that restarts needs the same port again. From the range below, the system takes no local ports.
+    In the range itself, ten thousand open connections would probably have taken the port by then.
     """
     first_local_port = _port_range()[0]
     is_range_below = _LOWEST_PORT < first_local_port < _HIGHEST_PORT
     end = first_local_port if is_range_below else _HIGHEST_PORT
     for _ in range(_PORT_TRIES):
         port = random.randrange(_LOWEST_PORT, end)  # noqa: S311 - not a secret
-        # bind raises OSError if the port is in use
+        # `bind` raises OSError if the port is in use.
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port

@@ -79,8 +79,8 @@ that is gone takes 2 s."""
 CONFIRMATIONS = 4
 """Number of times that a key must lead to the same worker again before it is used."""
 LEAST_SEARCH_PAUSE_S = 10.0
-"""Minimum seconds between two searches for keys that only answers of wrong workers cause. The gateway decides
-anew which workers are overloaded as often as it reads load reports, by default every 10 s."""
+"""Minimum seconds between two searches for keys, if only answers of wrong workers call for a search. The
+gateway decides again which workers are overloaded whenever it reads load reports, by default every 10 s."""
 MODEL_INFO = "/get_model_info"
 """Path under which the gateway returns the `/model_info` of its first HTTP worker."""
 SERVER_INFO = "/get_server_info"
@@ -104,7 +104,7 @@ ASTRAY = (
     "overload protection avoids a worker with waiting requests (start the gateway with "
     "--disable-worker-overload-protection)"
 )
-"""Warning about a row that another worker answered than the worker of its routing key."""
+"""Warning that a row was answered by another worker than the worker of its routing key."""
 _NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
     "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
@@ -291,7 +291,7 @@ class ThroughGateway(HttpEngine):
         routing_key_header: str = ROUTING_KEY,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take the gateway's URL, the reason `why` rows go through it, and headers of every request."""
+        """`why` is the reason why rows go through the gateway; `headers` are sent with every request."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._headers |= headers
         self.url = url
@@ -333,6 +333,7 @@ class ThroughGateway(HttpEngine):
         self._observe(workers)
         self._workers.listed_at = time.monotonic()
         model, server = await self._describe(workers)
+        # The gateway finds the worker for a request by the model's name, so every request must have it.
         self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
         self.model_to_send = self._model_id
         self._model_names = frozenset({self._model_id, str(model["model_path"])})
@@ -340,11 +341,13 @@ class ThroughGateway(HttpEngine):
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
         self._in_use = urls_in_use(workers)
+        # If any worker is no regular HTTP server, the gateway must choose the workers, so there are no keys.
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
         keys = {} if peculiarity else await self._keys_of(self._in_use)
         self._has_keys = bool(keys)
         for url, key in keys.items():
             self._workers.see(url).key = key
+        # Without routing keys, the gateway is the only route.
         for url in keys or (self.url,):
             endpoint = self.endpoints[url] = self._new_endpoint(url)
             endpoint.arguments = server
@@ -497,7 +500,8 @@ class ThroughGateway(HttpEngine):
         else:
             log.warning("the gateway %s is back", self.url)
             self._incidents.append(Incident("back", self.url))
-            self._in_use = frozenset()  # A restarted gateway may have forgotten the keys: find them anew.
+            # A restarted gateway may have forgotten the keys. Without known workers, a new search begins.
+            self._in_use = frozenset()
 
     def _observe(self, workers: Sequence[GatewayWorker]) -> None:
         """Process the load reports of all workers; raises AnotherModelError for other weights."""
@@ -512,7 +516,8 @@ class ThroughGateway(HttpEngine):
         used_workers = [worker for worker in workers if worker.url in in_use]
         if any(worker.worker_type == "decode" for worker in used_workers):
             return [self._load_of_halves(used_workers, now)]
-        if self._has_keys:  # a worker gets rows once a key leads to it
+        # A worker gets rows only once a routing key leads to it.
+        if self._has_keys:
             used_workers = [worker for worker in used_workers if worker.url in self.endpoints]
         return [self._load_of(worker, now) for worker in used_workers]
 
@@ -529,16 +534,18 @@ class ThroughGateway(HttpEngine):
     def _in_flight_at(self, worker: GatewayWorker) -> int:
         """Estimate the rows in flight at a worker, from our own rows and the gateway's count of requests."""
         endpoint = self.endpoints.get(worker.url)
-        if endpoint is not None:  # the worker is a route, so our own requests at it are known
+        if endpoint is not None:
+            # The worker is a route, so our own requests at it are known.
             requests_of_others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
             return _rows_of(endpoint) + requests_of_others
         if worker.load is None:
             return worker.report.num_running_reqs + worker.report.num_waiting_reqs
-        # The gateway chooses the worker of each request, so the requests at it may be bundles of ours.
+        # The gateway chooses the worker of each request, so a request at the worker may be a bundle of this
+        # run's rows.
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for all prefill and decode workers, because each row needs one of both.
+        """Return one load for all prefill and decode workers, because each row needs a worker of each type.
 
         Rows wait at the prefill workers first. Running requests and token usage are those of the decode
         workers.
@@ -563,13 +570,15 @@ class ThroughGateway(HttpEngine):
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers that the gateway uses now; search for keys if workers or keys changed."""
         in_use = urls_in_use(workers)
-        if self._in_use:  # after a start of the gateway, all workers would be logged as new
+        # After a start of the gateway nothing is logged, because all workers would be new.
+        if self._in_use:
             for url in sorted(in_use - self._in_use):
                 log.info("%s gets rows: the gateway uses it", url)
         for url in sorted(self._in_use - in_use):
             log.info("%s gets no more rows: the gateway does not use it now", url)
         is_changed, self._in_use = in_use != self._in_use, in_use
-        if not self._has_keys:  # The gateway chooses the worker of each request, so keys are of no use.
+        if not self._has_keys:
+            # The gateway chooses the worker of each request, so routing keys are of no use.
             return
         if is_changed:
             for endpoint in self.serving:
@@ -602,12 +611,13 @@ class ThroughGateway(HttpEngine):
         return False
 
     async def _renew_keys(self) -> None:
-        """Find the workers' routing keys anew; repeat this if the list of workers changed meanwhile."""
+        """Search for the workers' routing keys; search again if the list of workers has changed."""
         is_current = False
         while not is_current:
             urls = self._in_use
             keys = await self._keys_of(urls)
-            if not keys.keys() >= urls:  # a worker or the gateway is down: old keys stay until it answers
+            if not keys.keys() >= urls:
+                # A worker or the gateway is down. Its old key stays until it answers again.
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
             for url, key in keys.items():
@@ -617,7 +627,8 @@ class ThroughGateway(HttpEngine):
                     endpoint = self.endpoints[url] = self._new_endpoint(url)
                     self.serving.append(endpoint)
                 endpoint.set_listed(is_listed=True)
-                endpoint.senders.clear()  # new senders are created with the new key
+                # New senders are created when needed, with the new routing key.
+                endpoint.senders.clear()
 
     async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
         """Try routing keys until one leads to each worker; return the keys by the workers' URLs.
@@ -639,7 +650,8 @@ class ThroughGateway(HttpEngine):
                 unanswered += 1
             elif url in urls and url not in keys:
                 keys[url] = key
-                if await self._worker_of(key) != url:  # the gateway ignores the key
+                if await self._worker_of(key) != url:
+                    # A second request with the key led elsewhere, so the gateway does not route by keys.
                     return {}
         # If every request was answered, a gateway that routes by keys would have reached all workers.
         if not (keys.keys() >= urls or unanswered):
@@ -676,12 +688,12 @@ class ThroughGateway(HttpEngine):
 
 
 def _rows_of(endpoint: Endpoint) -> int:
-    """Return how many rows of ours are in flight at an endpoint; a bundle has several rows in a request."""
+    """Return how many rows of this run are in flight at an endpoint; a bundle has several rows."""
     return sum(max(1, len(request.rids)) for request in endpoint.requests.values())
 
 
 def _value_of(label: Any) -> Any:
-    """Return the value of a label: parsed if the text is JSON, such as true or 4096, else the text."""
+    """Return the value of a label: decoded if it is JSON, such as true or 4096, otherwise the text."""
     try:
         return orjson.loads(label)
     except (orjson.JSONDecodeError, TypeError):

@@ -111,7 +111,7 @@ class GatewayWorker(msgspec.Struct):
 
     @property
     def peculiarity(self) -> str | None:
-        """Why the worker is no regular HTTP server, as a predicate such as "speaks gRPC"; None if it is one.
+        """Reason why the worker is no regular HTTP server, such as "speaks gRPC"; None if it is one.
 
         Only the gateway can send rows to such a worker, and each request may have only one row.
         """
@@ -150,7 +150,7 @@ class GatewayWorker(msgspec.Struct):
         return next((load.memory.weight_gb for load in loads if load.memory is not None), None)
 
     def _number(self, label: str) -> int | None:
-        """Return the value of a label as a number; None if it has no such value."""
+        """Return the value of a label as a number; None if the label is missing or not a number."""
         text = str(self.labels.get(label))
         return int(text) if text.isdecimal() else None
 
@@ -186,7 +186,7 @@ REPORTS_KEPT = 3
 
 @dataclass(slots=True)
 class LoadEstimate:
-    """Estimate of a worker's load now, from its last reports and its number of requests in flight. Pure.
+    """Estimate of a worker's load now, from its last reports and its number of requests in flight.
 
     A report may be 10 s old, but the number of requests in flight is exact at any time. Of these requests,
     some wait in the scheduler's queue (`#queue-req`). The others are *at work*: they run, or they or their
@@ -199,10 +199,14 @@ class LoadEstimate:
     """How many requests each of the last reports has shown to be at work; reports without requests are left
     out."""
     _from_others: int = 0
-    """Requests in the last report that the gateway does not count, such as those of another gateway."""
+    """Requests that the last report shows but the gateway does not count, such as requests of another
+    gateway."""
 
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
-        """Process a worker's last report, which may be an old one; `in_flight` requests are there now."""
+        """Process the last report of a worker, which may be one that was processed before.
+
+        `in_flight` is the number of requests at the worker now.
+        """
         running, waiting = report.num_running_reqs, report.num_waiting_reqs
         # A report without a time and without requests means that the gateway could not read the load.
         is_missing = self._at_work and report.reported_at is None and not running + waiting
@@ -211,7 +215,8 @@ class LoadEstimate:
         self._report = report
         self._from_others = max(0, running + waiting - in_flight)
         if not running + waiting:
-            return  # An idle worker does not show how many requests it can run at once.
+            # An idle worker does not show how many requests it can run at once.
+            return
         at_work = in_flight + self._from_others - waiting
         if not waiting:
             # The scheduler has room for more requests, up to its limit. More than twice as many as now are
@@ -256,7 +261,7 @@ NO_REPORT = ""
 
 @dataclass(slots=True)
 class WorkerWatch:
-    """Detects that a server with another model has taken a worker's address. Pure.
+    """Detects that a server with another model has taken a worker's address.
 
     The gateway does not notice this, because it reads a worker's model only when the worker is registered.
     Only the load reports show it, because the weights of the other model take another amount of memory.
@@ -278,9 +283,14 @@ class WorkerWatch:
             self.in_doubt, self._report_before = True, None
 
     def observe(self, worker: GatewayWorker) -> None:
-        """Process the worker's entry in the list; raises AnotherModelError for another model's weights."""
+        """Process the worker's entry in the list; raises AnotherModelError for another model's weights.
+
+        The first report sets the size of the weights. A doubt ends with the first report that is certainly
+        newer than the failure.
+        """
         weights_gb = worker.weights_gb
-        if weights_gb is None:  # the gateway has no report now, so the next one will be new
+        if weights_gb is None:
+            # The gateway has no report of the worker now, so the next report will be newer than any failure.
             self._report_before = NO_REPORT
             return
         if self._weights_gb is None:
@@ -296,10 +306,10 @@ class WorkerWatch:
 
 
 class GatewayQuestions:
-    """Questions to one gateway for its list of workers."""
+    """Asks one gateway for its list of workers."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Take the session, which has the API key, and the URL of the gateway."""
+        """`session` sends the API key with each request to the gateway at `url`."""
         self.url = url
         self._session = session
         self._status = ServerStatus(session, url)
@@ -309,8 +319,8 @@ class GatewayQuestions:
     async def workers(self, timeout_s: float | None = None) -> list[GatewayWorker]:
         """Return the gateway's workers, including workers that get no new requests.
 
-        Raises EngineDownError if the gateway does not answer within `timeout_s` (by default
-        `TIMING.server_open`), if it refuses the API key for rows too, or if the server is no gateway.
+        Raises EngineDownError if the gateway does not answer within `timeout_s` seconds (by default
+        `TIMING.server_open`), if it refuses the API key even for rows, or if the server is no gateway.
         """
         timeout_s = TIMING.server_open if timeout_s is None else timeout_s
         status, reply = 0, dict[str, Any]()
@@ -330,7 +340,7 @@ class GatewayQuestions:
             raise EngineDownError(
                 f"{self.url}: refuses the API key ({status}){by_proxy(self.url)}: see engine.api_key_env"
             )
-        raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no {WORKERS})")
+        raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no path {WORKERS})")
 
     async def _workers_in_loads(self, timeout_s: float) -> list[GatewayWorker]:
         """Return the workers that `/loads` names; empty if there is no readable answer."""
@@ -339,6 +349,7 @@ class GatewayQuestions:
             loads = _read_loads.decode(body).loads
         except (*NOT_REACHED, msgspec.MsgspecError):
             return []
+        # `/loads` has an entry for each scheduler. Those of one worker are grouped.
         loads_of = defaultdict[tuple[str, str], list[WorkerLoad]](list)
         for load in loads:
             loads_of[load.worker, load.worker_type].append(load)
@@ -351,8 +362,8 @@ class GatewayQuestions:
     async def _takes_rows(self, timeout_s: float) -> bool:
         """Tell whether the API key may send rows.
 
-        The question is a request without a prompt. The gateway refuses it in any case, but with another
-        status if the key may not send rows.
+        A request without a prompt is sent. The gateway refuses it in any case, but with another status if the
+        key may not send rows.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:

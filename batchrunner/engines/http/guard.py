@@ -102,12 +102,13 @@ class ModelGuard:
             await self.confirm(endpoint)
         if version is None:
             return
-        self.weights = self.weights or version  # the first server to answer sets the version for all
+        # The first answer with a version sets the version that all answers must have.
+        self.weights = self.weights or version
         if version != self.weights:
             raise another_model(endpoint.url, "weight_version", self.weights, version)
 
     async def _ask(self, endpoint: Endpoint, watch: ModelWatch) -> BatchrunError | EngineDownError | None:
-        """Ask a server for its model.
+        """Ask a server which model it serves.
 
         Return None if the model is the run's, else the error for another model or for no answer.
         """
@@ -162,7 +163,7 @@ class GuardedConnector(aiohttp.TCPConnector):
         except BaseException:
             protocol.close()
             raise
-        # If the server died meanwhile, the answer may have come from its successor.
+        # If the server died during the check, the answer may have come from another server.
         if not protocol.is_connected():
             protocol.close()
             raise EngineDownError(f"the connection to {req.url.origin()} was lost before it was used")

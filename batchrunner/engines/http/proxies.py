@@ -1,4 +1,4 @@
-"""Proxies between this machine and a server: those of the environment, and the time limit of any proxy."""
+"""Proxies between this machine and a server: proxies in the environment, and time limits of proxies."""
 
 import ipaddress
 from collections import deque
@@ -48,7 +48,8 @@ def by_proxy(url: str) -> str:
 def _is_excluded(url: URL, no_proxy: str) -> bool:
     """Tell whether a URL's host is a loopback address, or is in `no_proxy`, which may contain networks."""
     host = url.host or ""
-    if host == "localhost" or proxy_bypass(f"{host}:{url.port}"):  # an entry of `no_proxy` may name a port
+    # The port is passed too, because an entry of `no_proxy` may name a port.
+    if host == "localhost" or proxy_bypass(f"{host}:{url.port}"):
         return True
     try:
         address = ipaddress.ip_address(host)
@@ -58,7 +59,7 @@ def _is_excluded(url: URL, no_proxy: str) -> bool:
 
 
 def _networks_in(no_proxy: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
-    """Return the networks and addresses in `no_proxy`, such as 10.0.0.0/8, without the names of hosts."""
+    """Return the networks and addresses in `no_proxy`, such as 10.0.0.0/8; host names are left out."""
     networks = []
     for entry in no_proxy.split(","):
         with suppress(ValueError):
@@ -109,9 +110,11 @@ class ProxyLimit:
     def ended(self, sent_at: float, now: float) -> bool:
         """Record a request that ended without an answer; tell whether a proxy's limit ended the request."""
         age_s = now - sent_at
-        if self.limit_s is not None:  # The limit is known, so the age of the request decides.
+        if self.limit_s is not None:
+            # The limit is known already, so the age of this request decides.
             return abs(age_s - self.limit_s) <= _tolerance(self.limit_s)
-        if age_s < LEAST_AGE_S:  # The request was too young for a proxy's time limit.
+        if age_s < LEAST_AGE_S:
+            # The request was too young to have reached a proxy's time limit.
             return False
         # Requests that were sent together also end together if a server fails, so only one of them counts.
         if self._last_sent_at is not None and sent_at - self._last_sent_at < BETWEEN_S:

@@ -257,7 +257,8 @@ async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> Whole
     `large_answers` has the LARGE_AT_ONCE permits to read an answer of more than LARGE_BYTES.
     """
     stream = answer.content
-    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:  # the usual case: all bytes have arrived
+    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
+        # In the usual case all bytes have arrived, so nothing has to be awaited.
         content = stream.read_nowait()
     else:
         body = bytearray()
@@ -344,10 +345,11 @@ class Answer(msgspec.Struct):
 
 
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
-    """Read a reply with status 200, an event of such a reply, or all replies to a task without decoding.
+    """Convert a successful reply, or an event of a bundle's answer, to a Completion.
 
-    Raises RequestError if the reply is an abort or not an answer, if it has fewer or more outputs than
-    requested, or if all outputs are empty although the model did not end them.
+    A task without decoding may have a list of replies. Raises RequestError if the reply is an abort or cannot
+    be read, if the number of outputs is not the requested number, or if all outputs are empty although the
+    model did not end them.
     """
     try:
         if isinstance(reply, Sample):
@@ -370,7 +372,7 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
 
 
 def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
-    """Return the completion in the outputs of a `/generate` reply."""
+    """Convert the outputs in a `/generate` reply to a Completion."""
     needs_ids = request.asks is not None and request.asks.of_tokens
     answers = []
     for sample in samples:
@@ -386,7 +388,8 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
     """Return the completion in a reply of the chat endpoint."""
     choices = reply.choices
     ids: Sequence[list[int] | None] = (reply.sglext and reply.sglext.output_ids) or ()
-    if len(ids) != len(choices):  # the server sends no token ids
+    if len(ids) != len(choices):
+        # The server has sent no token ids, or not for every choice.
         ids = [None] * len(choices)
     answers = []
     for number, choice in enumerate(choices):
@@ -420,7 +423,8 @@ def _add_counts(answers: Sequence[Answer], usage: Usage) -> None:
     meta.prompt_tokens = usage.prompt_tokens
     if usage.prompt_tokens_details is not None:
         meta.cached_tokens = usage.prompt_tokens_details.cached_tokens
-    if len(answers) == 1:  # with several outputs, their number is the sum over all of them
+    # With several outputs, this count is the sum over all of them.
+    if len(answers) == 1:
         meta.completion_tokens = usage.completion_tokens
 
 
@@ -448,7 +452,8 @@ def _completion(
     if len(answers) != output_count:
         raise AttemptFailedError(f"the reply has {len(answers)} samples, not {output_count} (sampling.n)")
     texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
-    for answer in answers:  # a comprehension for each list would take twice as long
+    # One loop over the answers, because a comprehension for each list would take twice as long.
+    for answer in answers:
         meta = answer.meta
         texts.append(answer.text)
         reasons.append(answer.reason)
@@ -565,11 +570,12 @@ def tokens_in(reply: bytes) -> list[int] | None:
 
 
 def _from_body(body: RequestBody, reply: bytes) -> Completion:
-    """Read the reply to a row of a batch file. The model name of the row replaces that in the reply.
+    """Read the reply to a row of a batch file. The row's model name replaces the name in the reply.
 
     Raises RequestError if the reply is an abort or not an answer, or if a vector is invalid.
     """
-    reply = strict_json(reply)  # The reply becomes a line of the results, so it must be valid JSON.
+    # The reply becomes a line of the results, so it must be valid JSON.
+    reply = strict_json(reply)
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}
@@ -596,7 +602,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         return _from_response(body, reply)
     answer = decode_reply(_read_choices, reply)
     _check_choices(body, answer.choices)
-    # The completion has the first choice. All choices are in the response.
+    # The completion gets the first choice only, because the column `response` has all choices.
     choice, usage = answer.choices[0], answer.usage or Usage()
     text = choice.message.content if choice.message else choice.text
     details = usage.prompt_tokens_details
@@ -614,7 +620,10 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
 
 
 def _from_response(body: RequestBody, reply: bytes) -> Completion:
-    """Read a reply of `/v1/responses`; raises RequestError if the server could not make the response."""
+    """Read a reply of `/v1/responses`; raises RequestError if the response has failed.
+
+    The completion has no text of its own, because the column `response` has the whole reply.
+    """
     response = decode_reply(_read_response, reply)
     if response.status not in _ENDS_OF_RESPONSES:
         raise AttemptFailedError(f"the response is {response.status}: {bytes(response.error).decode():.200}")
@@ -657,7 +666,8 @@ def _as_line(reply: bytes, model: str | None) -> str:
             fields["model"] = msgspec.Raw(msgspec.json.encode(model))
         content = msgspec.json.encode(fields)
     if b"\n" in content or b"\r" in content:
-        content = msgspec.json.format(content, indent=-1)  # removes blanks and line ends between values
+        # A negative indent removes blanks and line ends between the values.
+        content = msgspec.json.format(content, indent=-1)
     return content.decode()
 
 

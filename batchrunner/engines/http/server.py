@@ -39,8 +39,8 @@ class Liveness:
     died_at: float = -math.inf
     """Time of the server's last death, in seconds of the monotonic clock; minus infinity before the first."""
     question: asyncio.Future[bool] | None = None
-    """Question in flight, shared by all rows whose connections broke together; None if there is none. Its
-    result is whether the server answers."""
+    """Request in flight that asks whether the server answers; None if there is none. All rows whose
+    connections broke together share the request and its result."""
 
     def record(self, *, alive: bool) -> None:
         """Record whether the server is alive now. The time of death is that of the first failed check."""
@@ -49,7 +49,7 @@ class Liveness:
         self.is_dead = not alive
 
     def forget_question(self, _: asyncio.Future[bool]) -> None:
-        """Forget the answered question, so that the next caller asks a new one."""
+        """Forget the answered request, so that the next caller sends a new one."""
         self.question = None
 
 
@@ -59,10 +59,10 @@ class ModelWatch:
 
     ask: ModelQuestion
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a question is in flight, so that the next question waits."""
+    """Held while a request for the model is in flight, so that the next request waits."""
     next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
-    """Task of the next question, which is not sent yet. Its result is the error, or None if the server serves
-    the run's model."""
+    """Task of the next request for the model, which is not sent yet. Its result is an error, or None if the
+    server serves the run's model."""
 
 
 class HangPause(NamedTuple):
@@ -78,7 +78,8 @@ class HangPause(NamedTuple):
     def is_over(self, now: float, progress: object) -> bool:
         """Tell whether the pause is over at the time `now`.
 
-        It is over once its time has passed, or if the server's `progress` shows that it works again.
+        It ends after its time, or as soon as a change of the server's `progress` shows that the server works
+        again.
         """
         return now > self.until or bool(progress and progress != self.progress)
 
@@ -105,9 +106,9 @@ class Endpoint:
     requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
     """Requests in flight, by the asyncio task that waits for each; the oldest first."""
     answers: int = 0
-    """Number of requests answered so far, with whatever status."""
+    """Number of requests answered so far, with any status."""
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
-    """Time limit of a proxy between this machine and the server, as far as it is known."""
+    """Time limit of a proxy between this machine and the server, once it has been learned."""
     is_listed: bool = True
     """Whether the gateway lists the server; always true without a gateway."""
     hang_pause: HangPause | None = None

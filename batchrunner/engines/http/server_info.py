@@ -88,7 +88,8 @@ class ServerStatus:
                 return response.status, bytes(body)
         except NOT_REACHED:
             raise
-        except Exception as failure:  # malformed bytes can raise errors that aiohttp does not document
+        except Exception as failure:
+            # Malformed bytes can raise errors that aiohttp does not document.
             raise aiohttp.ClientPayloadError(f"the answer cannot be read: {failure!r}") from failure
 
     async def mapping(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
@@ -208,6 +209,7 @@ def counters_in(text: str) -> dict[str, float]:
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
+    # First collect the samples of all ranks, because the lowest rank is not known before.
     samples = []
     for family in text_string_to_metric_families(text):
         if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX):
@@ -232,7 +234,8 @@ def _work(load: _Scheduler) -> float | None:
     """
     if load.total_prefill_busy_us is None:
         return None
-    decode_us = (load.decode_moments or [0])[0]  # the list begins with the total of all decode passes
+    # The list begins with the total of all decode passes.
+    decode_us = (load.decode_moments or [0])[0]
     return load.total_prefill_busy_us + decode_us
 
 
@@ -259,7 +262,8 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
     `who` is the beginning of the message. Nothing is raised if the architectures are unknown.
     """
     forward_task = TASKS.get(task)
-    if forward_task is None or not forward_task.architectures:  # any model can do a task that generates text
+    if forward_task is None or not forward_task.architectures:
+        # Any model can do a task without required architectures, such as the generation of text.
         return
     if not isinstance(architectures, list) or not architectures:
         return
@@ -284,7 +288,7 @@ async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
 
 
 class ServerQuestions:
-    """Questions to servers about their model and arguments, at the start of a run and later."""
+    """Asks servers about their model and arguments, at the start of a run and later."""
 
     def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
         """`remedy` is the advice to a user whose server does not answer."""
@@ -300,7 +304,8 @@ class ServerQuestions:
             model = await self._model_info(url, TIMING.server_open)
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
-            await self._refuse_gateway(url)  # a gateway has no /model_info, and a message of its own
+            # A gateway does not answer `/model_info`, so it is recognized here and gets a message of its own.
+            await self._refuse_gateway(url)
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineAwayError(str(failure), hint=hint) from None
         if not server:
@@ -421,7 +426,7 @@ def describe(
         kind="attach",
         model=model_identity(str(models[0]["model_path"])),
         version=version if isinstance(version, str) else None,
-        # The limits in the loads are those in effect. Without loads, the servers' arguments must do.
+        # The limits in the loads are those in effect. Without loads, use the servers' arguments.
         max_running=_sum(load.max_running for load in loads)
         or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
@@ -562,7 +567,7 @@ def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str
 
 
 def pooling_note(model: Mapping[str, Any]) -> str | None:
-    """Return a note for the user if a server pools the vectors of a model otherwise than its authors do.
+    """Return a note for the user if a server pools vectors in another way than the model's authors do.
 
     `model` is the server's `/model_info`. Return None if the two agree, or if one of them is unknown.
     """

@@ -60,7 +60,8 @@ async def _watch(url: str, span_s: float) -> Situation:
         end = time.monotonic() + span_s
         while not is_interrupted.is_set() and time.monotonic() < end:
             await server.poll()
-            with contextlib.suppress(TimeoutError):  # wait for the next poll; Ctrl-C ends the wait
+            # Wait for the next poll, but not longer than until Ctrl-C.
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_interrupted.wait(), TIMING.load_poll)
         return server.situation()
 
@@ -88,18 +89,19 @@ class _Server:
             status, info = await self._status.mapping(SERVER_INFO, wait_s)
         except NOT_REACHED as failure:
             reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
-            raise InputError(f"{url}: no server answers there{by_proxy(url)}: {reason}") from None
+            raise InputError(f"{url}: no server answers{by_proxy(url)}: {reason}") from None
         if status in KEY_REFUSED:
             raise InputError(f"{url}: refuses the API key", hint=f"set {API_KEY_VARIABLE}")
         if "model_path" not in info:
             raise InputError(
-                f"{url}: not an SGLang server (no {SERVER_INFO})",
+                f"{url}: not an SGLang server (no path {SERVER_INFO})",
                 hint="give a server's own address, not a gateway's",
             )
         self._facts.version = info.get("version")
         self._facts.arguments = {
             name: value for name, value in info.items() if name not in {"version", "internal_states"}
         }
+        # The first scheduler stands for all, because they have the same limits.
         state = next(iter(scheduler_states(info)), {})
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
@@ -109,7 +111,8 @@ class _Server:
             self._facts.states = StatePool(slots, per_request, kv_gb=kv_gb)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        with contextlib.suppress(*NOT_REACHED):  # the facts need no model class, so a failure is ignored
+        # The class of the model is optional, so a failure is ignored.
+        with contextlib.suppress(*NOT_REACHED):
             _, model = await self._status.mapping(MODEL_INFO, TIMING.advise_timeout)
             classes = model.get("architectures")
             self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None

@@ -104,7 +104,8 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
     """Return a body as JSON; raises RowRefusedError for values that neither JSON nor `default` can write."""
     try:
         return orjson.dumps(body, default=default)
-    except TypeError as failure:  # such as a text with an unpaired surrogate, which a template may write
+    except TypeError as failure:
+        # A template may write a text that JSON cannot hold, such as an unpaired surrogate.
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
 
 
@@ -145,7 +146,7 @@ def _with_budget(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data_urls(file: PromptFile) -> list[str]:
-    """Return the data URL of a file, or those of the pages of a document."""
+    """Return the data URL of a file, or a data URL for each page of a document."""
     return [
         f"data:{file.kind.media_type};base64,{b64encode(content).decode()}" for content in file.ready or ()
     ]
@@ -206,7 +207,7 @@ def _messages_of(request: Request) -> Any:
 
 
 def _with_urls(part: Any, files: Sequence[PromptFile]) -> list[Any]:
-    """Return a part of a message's content, with data URLs in place of a reference to one of the `files`.
+    """Return a content part of a message, in which a reference to one of the `files` becomes a data URL.
 
     A document becomes several parts, one for each page.
     """
@@ -311,7 +312,8 @@ def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
     }
     if any(request.lora_path is not None for request in requests):
         body["lora_path"] = [request.lora_path for request in requests]
-    asks = requests[0].asks  # all rows of a job ask for the same columns
+    # All rows of a job ask for the same columns.
+    asks = requests[0].asks
     if asks is not None and asks.of_tokens:
         body.update(_generate_logprob_fields(asks))
     return body
@@ -326,6 +328,7 @@ def chat_body(request: Request) -> dict[str, Any]:
     if request.continues:
         body["continue_final_message"] = True
     template_kwargs = dict(request.chat_template_kwargs or {})
+    # The chat endpoint takes these two grammars as `response_format`, like OpenAI's.
     schema = sampling.pop("json_schema", None)
     if schema is not None:
         body["response_format"] = {
@@ -336,8 +339,10 @@ def chat_body(request: Request) -> dict[str, Any]:
     if tag is not None:
         body["response_format"] = {"type": "structural_tag", **_json(tag, "structural_tag")}
     spaces = sampling.pop("spaces_between_special_tokens", None)
-    if spaces is not None:  # the chat endpoint of SGLang 0.5 reads this parameter in chat_template_kwargs
+    # The chat endpoint of SGLang 0.5 reads this parameter in `chat_template_kwargs`.
+    if spaces is not None:
         template_kwargs["spaces_between_special_tokens"] = spaces
+    # All other sampling parameters are fields of the body, some of them under other names.
     body.update({_CHAT_NAMES.get(name, name): value for name, value in sampling.items()})
     if template_kwargs:
         body["chat_template_kwargs"] = template_kwargs

@@ -90,7 +90,8 @@ class LaunchedFleet(HttpEngine):
         cpu = on_cpu(spec.device)
         if cpu and spec.device == "auto":
             _refuse_several_gpus(spec)
-        raise_file_limit()  # The limit is raised first, because the servers inherit it.
+        # The limit is raised before the servers start, because they inherit it.
+        raise_file_limit()
         if spec.heal or self._shape:
             memory = await asyncio.to_thread(memory_of, spec, model, cpu=cpu)
             self._healer = Healer(spec.args, memory, self._incidents) if spec.heal else None
@@ -100,7 +101,8 @@ class LaunchedFleet(HttpEngine):
         self._replicas = {server.url: server for server in servers}
         await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
-        if THINK_LIMIT in spec.env:  # with a default budget, every reasoning parser obeys the rows' budgets
+        # With a default budget, every reasoning parser obeys the budgets of rows.
+        if THINK_LIMIT in spec.env:
             described = [endpoint.arguments for endpoint in self.serving if endpoint.arguments is not None]
             reasons = [why_no_budget(arguments, any_parser=True) for arguments in described]
             self._no_thinking_budget = next(filter(None, reasons), None)
@@ -131,7 +133,7 @@ class LaunchedFleet(HttpEngine):
 
     @property
     def servers(self) -> Sequence[SGLangServer]:
-        """All servers of the run, those that are lost included."""
+        """All servers of the run, including servers that will not be restarted."""
         return [*self._replicas.values()]
 
     def may_speculate(self) -> bool:
@@ -139,7 +141,7 @@ class LaunchedFleet(HttpEngine):
         return self.memory is not None or super().may_speculate()
 
     def arguments_of(self, url: str) -> Mapping[str, Any]:
-        """Return a server's arguments, those of flag tuning included, with underscores."""
+        """Return a server's arguments, changed by flag tuning, with underscores in their names."""
         adapted = self._replicas[url].adapted
         return {**super().arguments_of(url), **{name.replace("-", "_"): adapted[name] for name in adapted}}
 
@@ -161,7 +163,8 @@ class LaunchedFleet(HttpEngine):
         """Wait until the server of a route is up; raises EngineDownError or EngineLostError if it is lost."""
         server = self._replicas[route]
         if server.lost and not all(replica.lost for replica in self._replicas.values()):
-            raise EngineDownError(str(server.lost))  # the rows of this server go to other replicas
+            # The rows of this server go to other replicas.
+            raise EngineDownError(str(server.lost))
         await server.ready()
 
     async def loads(self) -> Sequence[SchedulerLoad]:
@@ -169,7 +172,8 @@ class LaunchedFleet(HttpEngine):
         loads = await super().loads()
         for url, replica in self._replicas.items():
             endpoint = self.endpoints[url]
-            if not replica.up:  # a server that starts or drains is not judged for hangs
+            # A server that starts or drains is not judged for hangs.
+            if not replica.up:
                 replica.has_work = endpoint.in_flight > 0
                 endpoint.hangs.restarted()
             elif hang := endpoint.hang_among(loads):
@@ -196,7 +200,10 @@ class LaunchedFleet(HttpEngine):
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
-        """Return the servers, not yet started. Replicas divide the GPUs among them."""
+        """Return the servers, not yet started. Replicas divide the GPUs among them.
+
+        A single server sees all GPUs, and logs under a name of its own.
+        """
         spec = self._spec
         make = functools.partial(
             SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer,

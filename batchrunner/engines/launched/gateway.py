@@ -42,7 +42,7 @@ class LaunchedGateway:
     """One `smg` process in front of the replicas of this run."""
 
     def __init__(self, *, python: str | None, key: str, log_path: Path) -> None:
-        """Take the interpreter that has `smg`, the API key of the gateway and the replicas, and the log."""
+        """`python` has the module `smg`, and `key` is the API key of the gateway and of the replicas."""
         self.url = f"http://127.0.0.1:{free_port()}"
         """Address of the gateway."""
         self._python = python or sys.executable
@@ -86,7 +86,8 @@ class LaunchedGateway:
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
-            process.stdin.close()  # The launcher stops the gateway when this pipe is closed.
+            # The launcher stops the gateway when this pipe is closed.
+            process.stdin.close()
             await process.wait()
 
     async def _launch(self) -> None:

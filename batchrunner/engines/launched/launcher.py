@@ -70,7 +70,8 @@ def read_config(descriptor: int) -> dict[str, Any]:
     """Return the configuration in the first line of a pipe. The rest of the pipe is not read."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)  # a larger read could take bytes of the rest
+        # A larger read could take bytes of the rest of the pipe.
+        byte = os.read(descriptor, 1)
         if not byte:
             raise SystemExit("launcher: standard input ended before the configuration")
         line += byte
@@ -82,7 +83,8 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the configuration for one of several machines, which has a log and a port of its own."""
     argv = [*config["argv"], "--node-rank", str(rank)]
     log = Path(config["log"])
-    if rank:  # only rank 0 listens at the server's own port
+    # Only rank 0 listens at the server's own port and writes to its log.
+    if rank:
         log = log.with_name(f"{log.stem}-node{rank}{log.suffix}")
         log.parent.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -139,7 +141,8 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
     existing = files_of(str(unfinished))
     sizes = {}
     for file, (size, _) in files.items():
-        is_copied = file in existing and existing[file][0] == size  # a partial copy of a file is smaller
+        # A file that was copied only in part is smaller.
+        is_copied = file in existing and existing[file][0] == size
         if not is_copied:
             sizes[file] = size
     bytes_to_copy, free_bytes = sum(sizes.values()), shutil.disk_usage(copy.parent).free
@@ -156,7 +159,8 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
         if files_of(source) != files:
             raise OSError("the model changed while it was copied")  # noqa: TRY301
         unfinished.rename(copy)
-    except OSError:  # the unfinished copy must not keep a full disk full
+    except OSError:
+        # If the disk is full, an unfinished copy must not keep it full.
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
@@ -168,12 +172,15 @@ def descendants(root: int) -> list[int]:
         # The fields are "pid (name) state parent …". The name may contain anything, even ")".
         try:
             state, parent, *_ = file.read_bytes().rpartition(b")")[2].split()
-        except OSError:  # the process ended after the listing
+        except OSError:
+            # The process ended after the listing of /proc.
             continue
-        if state not in b"ZX":  # skip zombies (Z) and dead processes (X)
+        # Skip zombies (state Z) and dead processes (X).
+        if state not in b"ZX":
             children.setdefault(int(parent), []).append(int(file.parent.name))
     tree = [root]
-    for pid in tree:  # the list grows while it is read, so that grandchildren are found too
+    # The list grows while it is read, so that grandchildren are found too.
+    for pid in tree:
         tree += children.get(pid, [])
     return tree[1:]
 
@@ -202,7 +209,8 @@ class ServerTree:
         """Wait until the server ends, or until the owner closes the pipe `lifeline`."""
         while self.status is None:
             is_readable = bool(select.select([lifeline], [], [], POLL_S)[0])
-            if is_readable and not os.read(lifeline, 1):  # nothing to read means that the pipe is closed
+            # A readable pipe without a byte is closed.
+            if is_readable and not os.read(lifeline, 1):
                 return
             self.reap()
 
@@ -235,15 +243,18 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     """
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the line above, so no signal will come
+    # If the parent died before the call of prctl, no signal will come.
+    if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     # The resource tracker of `multiprocessing` unblocks signals when it starts, so it must start first.
     ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # child processes inherit the mask
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for child processes
+    # Child processes inherit the signal mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # For child processes, so that their log lines appear at once.
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if config.get("copy"):
         argv = config["argv"]
@@ -262,7 +273,8 @@ def main() -> int:
     if config.get("ranks"):
         config = of_rank(config, int(os.environ["SLURM_PROCID"]))
     log = os.open(config["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned processes of the server become children of this process
+    # Orphaned processes of the server become children of this process.
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     parent = os.getpid()
     server = os.fork()
     if server == 0:

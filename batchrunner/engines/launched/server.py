@@ -90,7 +90,8 @@ class SGLangServer:
 
         # The program, environment and arguments of every start.
         offline: dict[str, str] = {}
-        if Path(model).exists():  # the model is on this machine, so Hugging Face's server is not needed
+        if Path(model).exists():
+            # The model is on this machine, so no request to the Hugging Face Hub is needed.
             offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
         self.environ = program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu)
         self.key = key
@@ -114,13 +115,13 @@ class SGLangServer:
         self._healer = healer
         self._memory = memory
         self.adapted = dict(memory.args) if memory else {}
-        """Tuned flags and variables, in addition to those of the job."""
+        """Tuned flags and variables, which are added to the flags of the job."""
         # Whether the tuned flags come from an earlier run.
         self._is_recalled = bool(self.adapted)
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
         """Tuned flags to which the server returns if it dies; None if its present flags are not on trial."""
         # Whether restarts with other flags are forbidden. A restart after a death is still allowed.
-        self._flags_are_final = False
+        self._is_stopping = False
 
         # The last start.
         self._process: asyncio.subprocess.Process | None = None
@@ -214,8 +215,9 @@ class SGLangServer:
         """
         self._change(args, why)
         self.up = False
-        self._is_recalled = False  # from now on, the flags of this run are on trial
-        self._flags_are_final = False
+        # From now on, flags of this run are on trial, not those of an earlier run.
+        self._is_recalled = False
+        self._is_stopping = False
         self._settled.clear()
         self.hangs(PLANNED)
 
@@ -225,7 +227,7 @@ class SGLangServer:
 
     def stay(self) -> None:
         """Forbid restarts with other flags, and let no row wait for a restart."""
-        self._flags_are_final = True
+        self._is_stopping = True
         self._settled.set()
 
     def _change(self, args: Mapping[str, Any], why: str) -> None:
@@ -242,9 +244,10 @@ class SGLangServer:
 
         New rows wait for the restart, or go to other servers.
         """
-        self.has_work = True  # assumed until the next poll
+        # The server is assumed to have work until the next poll.
+        self.has_work = True
         deadline = time.monotonic() + self.start_s
-        while self.has_work and time.monotonic() < deadline and not self._flags_are_final:  # noqa: ASYNC110 - polls set it
+        while self.has_work and time.monotonic() < deadline and not self._is_stopping:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
@@ -288,7 +291,7 @@ class SGLangServer:
         return [self.log_path, *sorted(node_logs)]
 
     def _cause(self) -> str:
-        """Return the causes in the logs of all machines for the server's last end, without repetition."""
+        """Return why the server last ended: the causes in the logs of all machines, each cause once."""
         causes = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
         return " / ".join(filter(None, dict.fromkeys(causes)))
 
@@ -346,7 +349,8 @@ class SGLangServer:
         """End the server and all its processes; may be called again if it was cancelled."""
         if self._process is not None:
             assert self._process.stdin is not None
-            self._process.stdin.close()  # the launcher ends the server when its pipe ends
+            # The launcher ends the server when this pipe is closed.
+            self._process.stdin.close()
             await self._process.wait()
             self._process = None
 
@@ -376,7 +380,7 @@ class SGLangServer:
         Raises EngineLostError if it will never be up again. After `stay` no row waits, because the run is
         ending, so EngineDownError is raised if the server is not up.
         """
-        if not self._flags_are_final:
+        if not self._is_stopping:
             await self._settled.wait()
         if self.lost is not None:
             raise self.lost
@@ -422,7 +426,7 @@ class SGLangServer:
             if hang is PLANNED:
                 await self._drain()
                 # The run is ending, so a planned restart would not pay: the server goes on as it is.
-                if self._flags_are_final:
+                if self._is_stopping:
                     self.up = True
                     continue
             self.up = False
@@ -431,7 +435,8 @@ class SGLangServer:
             lived_s = time.monotonic() - up_since - silent_s
             cause = await self._take_down(hang)
             self._judge(healed=hang is PLANNED or self._heal())
-            if not self._was_healed:  # a restart with other arguments is not a repetition of the death
+            # After a restart with other arguments, the count of quick deaths stays as it is.
+            if not self._was_healed:
                 died_quickly = lived_s < TIMING.quick_death
                 quick_deaths = quick_deaths + 1 if died_quickly else 1
             if quick_deaths > MOST_QUICK_DEATHS:
@@ -451,7 +456,8 @@ class SGLangServer:
             await asyncio.sleep(min(pause_s, TIMING.longest_restart))
         try:
             await self.start()
-        except EngineStartError:  # `_watch` then sees the ended process and logs the cause
+        except EngineStartError:
+            # `_watch` then sees that the process has ended, and logs the cause.
             await self.stop()
             return
         self.up = True

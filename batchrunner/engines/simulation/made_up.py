@@ -90,6 +90,7 @@ def _value_of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -
         case "string":
             pattern = schema.get("pattern")
             text = None if pattern is None else _matching(pattern, number, math.inf)
+            # Without a pattern, a word is filled up or truncated to the permitted length.
             return text or _WORD.ljust(schema.get("minLength", 0), ".")[: schema.get("maxLength")]
     return None
 
@@ -106,7 +107,8 @@ def _matching(pattern: str, number: int, most_characters: float) -> str | None:
     for attempt in range(_TRIES):
         writer = _RegexWriter(Random(number + attempt), most_characters)  # noqa: S311 - no secret
         text = writer.write(parsed)
-        is_truncated = writer.room <= 0  # a truncated text need not match
+        # A truncated text need not match the expression.
+        is_truncated = writer.room <= 0
         if writer.is_certain or is_truncated or compiled.fullmatch(text):
             return text
     return None
@@ -160,7 +162,9 @@ class _RegexWriter:
                 text = self._groups.get(value, "")
             case kinds.LITERAL | kinds.NOT_LITERAL | kinds.ANY | kinds.IN:
                 text = self._character(kind, value)
-            case _:  # An anchor or a lookaround can only be checked on the complete text.
+            case _:
+                # Any other node is an anchor or a lookaround, which only a test of the complete text can
+                # check.
                 self.is_certain = False
                 return ""
         self.room -= len(text)
@@ -175,7 +179,8 @@ class _RegexWriter:
         candidates = [character for character in _CHARACTERS if _is_in(character, choices) != is_negated]
         if candidates:
             return self._random.choice(candidates)
-        if is_negated:  # The class excludes every character in _CHARACTERS.
+        if is_negated:
+            # The class excludes every character in _CHARACTERS.
             self.is_certain = False
             return chr(BEYOND_ASCII)
         # The class has no ASCII character, so take its first character, or the first of its first range.
@@ -189,11 +194,13 @@ def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
         match kind:
             case kinds.LITERAL | kinds.NOT_LITERAL:
                 is_match = ord(character) == value
-            case kinds.ANY:  # Python's parser has no negated class for `.`, which matches all but a line end
+            case kinds.ANY:
+                # A dot matches everything except a line end, so as a negated class it excludes the line end.
                 is_match = character == "\n"
             case kinds.RANGE:
                 is_match = value[0] <= ord(character) <= value[1]
-            case kinds.CATEGORY:  # such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT
+            case kinds.CATEGORY:
+                # The value is a constant such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT.
                 _, *negation, name = str(value).split("_")
                 is_match = _CATEGORIES[name](character) != bool(negation)
             case _:

@@ -59,7 +59,8 @@ class RadixCache:
         self._time += 1
         node, matched = self.root, 0
         for name, tokens in path:
-            end = min(tokens, limit - matched)  # limit for this segment, in tokens
+            # Number of tokens of this segment to look up.
+            end = min(tokens, limit - matched)
             offset = 0
             while offset < end:
                 child = node.children.get((name, offset))
@@ -80,7 +81,8 @@ class RadixCache:
         so their tokens count as evictable.
         """
         node, matched = self.match(path, limit)
-        segment_begin = 0  # token position in the whole context
+        # Position in the context, in tokens, at which a segment begins.
+        segment_begin = 0
         for name, tokens in path:
             end = min(tokens, limit - segment_begin)
             cached = max(0, matched - segment_begin)
@@ -125,7 +127,8 @@ class RadixCache:
             node.parent = None
             freed += node.tokens
             self.evictable_tokens -= node.tokens
-            self._offer(parent)  # Without this child, the parent may be a leaf that can be evicted too.
+            # Without this child, the parent may be a leaf, which can be evicted too.
+            self._offer(parent)
         return freed
 
     def _add(self, parent: CacheNode, key: tuple[Hashable, int], tokens: int) -> CacheNode:
@@ -146,7 +149,8 @@ class RadixCache:
         node.tokens -= tokens
         upper.children[node.key] = node
         self._time += 1
-        node.touched = self._time  # The split counts as an access of the lower node, as in SGLang.
+        # The split counts as an access of the lower node, as in SGLang.
+        node.touched = self._time
         return upper
 
     def _offer(self, node: CacheNode) -> None:

@@ -1,6 +1,6 @@
 """A server in virtual time: a scheduler, the duration of its passes, and its load samples.
 
-The load samples are as late as those of SGLang's `/v1/loads`.
+Load samples are published as often, and as late, as SGLang publishes them at `/v1/loads`.
 """
 
 import math
@@ -91,7 +91,8 @@ class CostModel(NamedTuple):
         first_s = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth_s / 2
         # This form of the solution has no difference of nearly equal numbers, and also holds without growth.
         divisor = first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds)
-        return int(2 * seconds / max(divisor, 1e-9))  # the divisor is 0 if passes take no time
+        # The divisor is 0 if passes take no time.
+        return int(2 * seconds / max(divisor, 1e-9))
 
 
 H100_8B = CostModel(base_s=6.0e-3, sample_s=1.6e-5, kv_token_s=4.9e-8, prefill_token_s=2.9e-5)

@@ -57,7 +57,7 @@ class SchedulerConfig:
     """Flags of a simulated server. The defaults are SGLang's on an 80 GB GPU."""
 
     max_running: int
-    """`--max-running-requests`."""
+    """`--max-running-requests`: maximum number of samples that run at once."""
     max_total_tokens: int
     """`--max-total-tokens`: number of tokens in the KV pool."""
     context_tokens: int | None = None
@@ -108,7 +108,7 @@ class SimulatedRequest:
     max_new_tokens: int | None = None
     """Number of tokens that the request asks for and admission reserves; None means `output_tokens`."""
     ignore_eos: bool = False
-    """Whether the scheduler expects all of `max_new_tokens`, whatever the new-token ratio."""
+    """Whether the scheduler expects all of `max_new_tokens`, regardless of the new-token ratio."""
     prefix: tuple[tuple[Hashable, int], ...] = ()
     """Prefix of the prompt that other samples share, as (name, tokens), for instance
     (("system", 120), ("document 7", 400)). No other sample shares the rest of the prompt."""
@@ -141,7 +141,7 @@ class SimulatedRequest:
     """Number of tokens of the sample's context that are computed, while the prompt is prefilled in chunks."""
     joined: int = 0
     """The sample's number of outputs when it began to decode, minus the scheduler's count of decode passes at
-    that time."""
+    that time. The sum of this and the present count is the present number of outputs."""
 
     @property
     def fill_tokens(self) -> int:
@@ -158,7 +158,7 @@ class KvPool:
         self.caching = caching
         self.cache = RadixCache()
         self.free_tokens = tokens
-        """Number of tokens of the pool that hold nothing."""
+        """Number of free tokens in the pool."""
 
     @property
     def used_tokens(self) -> int:
@@ -193,7 +193,7 @@ class KvPool:
         if not self.caching:
             return
         node, cached_tokens = self.cache.insert(sample.path, sample.filled_tokens)
-        # Free the sample's copies of tokens that another sample has brought into the cache meanwhile.
+        # Another sample may have cached some of these tokens by now, so this sample's copies are freed.
         self.free_tokens += cached_tokens - sample.protected_tokens
         # The new lock is taken before the old one is given up, so that nothing between them can be evicted.
         self.cache.lock(node)
@@ -206,7 +206,8 @@ class KvPool:
         sample.filled_tokens = context_tokens
         if keep:
             self.checkpoint(sample)
-        self.free_tokens += context_tokens - sample.protected_tokens  # the cache owns the protected tokens
+        # The prefix cache owns the protected tokens, so they are not freed here.
+        self.free_tokens += context_tokens - sample.protected_tokens
         assert sample.node is not None
         self.cache.unlock(sample.node)
         sample.node, sample.protected_tokens, sample.filled_tokens = None, 0, 0
@@ -217,9 +218,9 @@ class PrefillBudget:
     """Number of tokens that a prefill pass may still take."""
 
     input_tokens: int
-    """Remaining tokens of `--max-prefill-tokens`."""
+    """Number of tokens that `--max-prefill-tokens` still allows in this pass."""
     chunk_tokens: int
-    """Remaining tokens of `--chunked-prefill-size`."""
+    """Number of tokens that `--chunked-prefill-size` still allows in this pass."""
     expected_tokens: float
     """Number of further tokens of the KV pool that running and admitted samples are expected to take."""
 
@@ -341,7 +342,8 @@ class Scheduler:
         """
         if self._decodes_before_prefill and self.running:
             return self._decode(limit)
-        self._decodes_before_prefill = 0  # without running samples there is nothing to decode first
+        # Without running samples there is nothing to decode before the prefill.
+        self._decodes_before_prefill = 0
         if admitted := self._admit_waiting():
             return self._prefill(admitted)
         return self._decode(limit) if self.decoding else None
@@ -502,9 +504,11 @@ class Scheduler:
             sample.filled_tokens += tokens
             kv_tokens += sample.filled_tokens
             self.pool.checkpoint(sample)
-            if sample is self.chunked:  # more chunks follow
+            if sample is self.chunked:
+                # The prompt is unfinished, and more chunks follow.
                 continue
-            sample.outputs += 1  # the pass that computes the last prompt token generates an output token
+            # The pass that computes the last prompt token also generates an output token.
+            sample.outputs += 1
             if sample.outputs >= sample.target_tokens:
                 self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
@@ -543,7 +547,8 @@ class Scheduler:
             steps_to_full_pool = self.pool.available_tokens // self.running
             steps = min(limit, steps_to_first_end, steps_to_full_pool)
             may_admit = self.chunked is not None or (self.waiting and not self._is_full)
-            if may_admit:  # stop at the next pass at which a prefill is tried
+            if may_admit:
+                # Stop before the next pass at which a prefill is tried.
                 steps = min(steps, max(self._decodes_before_prefill, 1))
             self._lower_ratio(steps)
         else:

@@ -85,14 +85,16 @@ def download(url: str, most_bytes: int) -> bytes:
 
     The call blocks, for about a minute if the server does not answer.
     """
-    for pause_s in (*PAUSES_S, None):  # None: there is no pause after the last try
+    for pause_s in (*PAUSES_S, None):
+        # None stands for the last try, which no pause follows.
         try:
             request = urllib.request.Request(quote(url, safe=_SAFE), headers=_HEADERS)  # noqa: S310 - http(s)
             with _opener().open(request, timeout=TIMEOUT_S) as reply:
                 content: bytes = reply.read(most_bytes + 1)
                 if len(content) > most_bytes:
                     raise BadFileError(f"has more than {most_bytes >> 20} MiB")
-                missing_bytes = reply.length  # bytes that the server announced but did not send
+                # `length` is the number of bytes that the server announced but did not send.
+                missing_bytes = reply.length
                 if not missing_bytes:
                     return content
                 failure: Exception = http.client.IncompleteRead(content, missing_bytes)

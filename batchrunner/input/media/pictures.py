@@ -51,6 +51,7 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
         with Image.open(io.BytesIO(content), formats=formats) as image:
             return _checked(image, content, max_pixels)
     except (BadFileError, MemoryError):
+        # A lack of memory says nothing about the file.
         raise
     except UnidentifiedImageError:
         raise BadFileError(f"cannot be read as an image ({len(content)} bytes)") from None
@@ -62,7 +63,8 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
 def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
     """Return an opened image as the bytes of the file to send; `content` is the original file."""
     scale = _scale_to(image.width, image.height, max_pixels)
-    if scale < 1:  # a JPEG file can be decoded at about the wanted size, which is faster
+    if scale < 1:
+        # A JPEG file can be decoded at about the wanted size, which is faster.
         image.draft(None, tuple(math.ceil(side * scale) for side in image.size))
     image.load()
     is_upright = _is_upright(image)
@@ -100,7 +102,8 @@ def _is_upright(image: Any) -> bool:
 
 def _plain(image: Any) -> Any:
     """Return an image in RGB or 8-bit grey, with white in place of transparency; raise BadFileError."""
-    if image.mode.startswith("I"):  # grey of 16 or 32 bits
+    if image.mode.startswith("I"):
+        # The image is grey, with 16 or 32 bits per pixel.
         image = image.convert("I")
         _, largest_value = image.getextrema()
         if largest_value > 255:  # noqa: PLR2004 - values of 16 bits; 65535 / 257 is 255

@@ -85,6 +85,7 @@ def _contents(file: PromptFile) -> Iterator[bytes]:
 
 def _read(path_or_url: str, rules: MediaRules) -> bytes:
     """Return the bytes at a path or URL; raise BadFileError if `rules` forbid it, or if reading fails."""
+    # A value without a scheme is a path. In a file:// URL, the path is percent-encoded.
     match = _SCHEME.match(path_or_url)
     scheme = match[1].lower() if match else "file"
     if scheme in {"http", "https"}:
@@ -106,5 +107,6 @@ def _read(path_or_url: str, rules: MediaRules) -> bytes:
         if path.stat().st_size > MOST_FILE_BYTES:
             raise BadFileError(f"has more than {MOST_FILE_BYTES >> 20} MiB")
         return path.read_bytes()
-    except (OSError, ValueError, RuntimeError) as failure:  # for example a null byte, or a circle of links
+    except (OSError, ValueError, RuntimeError) as failure:
+        # For example, the path has a null byte, or leads into a circle of links.
         raise BadFileError(f"cannot be read: {getattr(failure, 'strerror', None) or failure}") from None

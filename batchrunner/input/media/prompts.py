@@ -28,7 +28,7 @@ _USER = "user"
 
 
 class Marks(list[str]):
-    """Marks for the files of a column while a template is rendered: texts that files replace afterwards.
+    """Marks for the files of a column: texts in a rendered template, in whose places the files are put later.
 
     A template can loop over the marks, or print all of them at once.
     """
@@ -78,7 +78,8 @@ class FileColumn:
 
     def _file(self, value: Any, label: str, pages: str, rules: MediaRules) -> PromptFile:
         """Return the file that a value holds or names; raise RowRefusedError if there is none."""
-        if isinstance(value, Mapping):  # A file of Hugging Face datasets: `bytes`, or else the `path`.
+        if isinstance(value, Mapping):
+            # A file of a Hugging Face dataset is a struct with `bytes`, or else a `path`.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if value is None:
             raise RowRefusedError(f"{rules.field}: {label} is null")
@@ -117,7 +118,8 @@ class FileColumn:
             return ""
         pages = self._spec.pages if self._spec.page_column is None else row_pages
         if isinstance(pages, float) and pages.is_integer():
-            pages = int(pages)  # pandas turns a column of integers with a null into floats
+            # pandas turns a column of integers with a null into floats.
+            pages = int(pages)
         try:
             page_ranges(str(pages))
         except ValueError as failure:
@@ -203,7 +205,8 @@ class MediaPrompts:
         for field, spec in prompt.media.items():
             self._columns += [FileColumn(name, field, spec, source) for name in spec.columns]
             if isinstance(spec, PdfSpec):
-                continue  # documents occur only in chats, which need no placeholder
+                # Documents occur only in chats, which need no placeholder.
+                continue
             self._placeholders[KIND_OF_FIELD[field].name] = spec.placeholder or ""
             printed_columns = sorted({*spec.columns} & {*printed})
             if self._is_text and printed_columns and not spec.placeholder:
@@ -254,7 +257,8 @@ class MediaPrompts:
             value = row[column.name]
             is_printed = column.name in self._printed
             if value is None and is_printed:
-                continue  # the template decides how to print a null
+                # The template decides how to print a null.
+                continue
             start = len(files)
             files += column.files(ordinal, value, pages)
             indices = range(start, len(files))
@@ -274,7 +278,8 @@ class MediaPrompts:
     ) -> list[dict[str, Any]]:
         """Put files in place of their marks, and `leading` at the start of the last user message."""
         user_messages = [index for index, message in enumerate(messages) if message["role"] == _USER]
-        target = user_messages[-1] if user_messages else 0  # Without a user message, the first message.
+        # Without a user message, the files go to the first message.
+        target = user_messages[-1] if user_messages else 0
         messages_with_files = []
         for index, message in enumerate(messages):
             parts = [_part(file, placed) for file in leading] if index == target else []
@@ -322,7 +327,8 @@ def _conversation(
                 f"but the row has {len(kind_files)} {kind.field}"
             )
         if not kind_files or empty_parts[name]:
-            continue  # there are no files of this kind, or they replace empty parts
+            # There are no files of this kind, or they replace the empty parts.
+            continue
         marks_in_texts = sum(text.count(kind.mark) for text in user_texts)
         if marks_in_texts == len(kind_files):
             marks.append(kind.mark)
@@ -356,7 +362,8 @@ def _with_empty_parts(text: str, marks: list[str]) -> str | list[dict[str, Any]]
     parts: list[dict[str, Any]] = []
     for text_or_mark in texts_and_marks:
         if text_or_mark in marks:
-            parts.append({"type": text_or_mark[1:-1]})  # the mark <image> becomes a part of type image
+            # The mark <image> becomes a part of type `image`.
+            parts.append({"type": text_or_mark[1:-1]})
         elif text_or_mark.strip():
             parts.append({"type": "text", "text": text_or_mark.strip("\n")})
     return parts

@@ -75,7 +75,7 @@ class ChatTemplate:
         A chat passes without a test if its prompt depends on more than this template and the body.
         """
         arguments = dict(body.get("chat_template_kwargs") or {})
-        # SGLang does not pass this argument to the template
+        # SGLang does not pass this argument to the template.
         arguments.pop("spaces_between_special_tokens", None)
         if body.get("reasoning_effort") is not None:
             arguments.setdefault("reasoning_effort", body["reasoning_effort"])
@@ -92,7 +92,10 @@ class ChatTemplate:
 
 
 def _messages_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat as SGLang passes them to a template; None if a content has parts."""
+    """Return the messages of a chat as SGLang passes them to a template.
+
+    Return None if the content of a message has parts.
+    """
     messages: list[dict[str, Any]] = []
     for message in body["messages"]:
         fields = {name: value for name, value in message.items() if value is not None}
@@ -159,6 +162,7 @@ def _source_in(directory: Path) -> Any:
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, ValueError):
         source = read_json(directory / _CONFIG).get("chat_template")
+    # A list has several templates, each with its name. The first one is the default.
     return source[0]["template"] if source and isinstance(source, list) else source
 
 
@@ -216,6 +220,7 @@ def added_twice(tokenizer: Any, text: str) -> str | None:
 
     Return None if the tokenizer adds nothing, or adds a token with which the text does not begin.
     """
+    # For an empty text, the tokens are only those that the tokenizer adds.
     added_ids = tokenizer.encode("", add_special_tokens=True).ids[:1]
     first_ids = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]
     return str(tokenizer.id_to_token(added_ids[0])) if added_ids and added_ids == first_ids else None

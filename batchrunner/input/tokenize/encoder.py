@@ -70,6 +70,7 @@ class Encoder:
         if request.kind != self._kind or request.media or request.tools:
             return False
         if self._kind != "messages":
+            # An empty prompt is left to the engine, which refuses it.
             return bool(request.prompt)
         is_plain_chat = all(map(_is_plain, request.prompt)) and "structural_tag" not in request.sampling
         return is_plain_chat and request.prompt[-1]["role"] != "assistant"
@@ -80,6 +81,7 @@ class Encoder:
         A request that fails `can_encode` is returned unchanged.
         """
         items: list[Request | Outcome] = [*requests]
+        # Requests that can be encoded are tokenized in one batch; all others keep their places in `items`.
         indices = [index for index, request in enumerate(requests) if self.can_encode(request)]
         ids_of_requests = self.token_ids([requests[index] for index in indices])
         for index, ids in zip(indices, ids_of_requests, strict=True):
@@ -97,6 +99,7 @@ class Encoder:
         """
         if self._backend is None:
             return [list(request.prompt) for request in requests]
+        # First a text or an error for each request; then token ids take the places of the texts.
         results: list[Any] = [self.prompt_text(request) for request in requests]
         indices = [index for index, text in enumerate(results) if isinstance(text, str)]
         texts = [results[index] for index in indices]
@@ -124,7 +127,8 @@ class Encoder:
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as failure:  # noqa: BLE001 - the library raises TypeError or plain Exception
-            if len(texts) > 1:  # encode each text alone, so that one bad text does not fail the others
+            if len(texts) > 1:
+                # Each text is encoded alone, so that one bad text does not fail the others.
                 return [self._encoded([text], special=special)[0] for text in texts]
             return [_refusal(failure, text) for text in texts]
         return [encoding.ids for encoding in encodings]
@@ -150,7 +154,8 @@ class Encoder:
         if context is None:
             return ids
         if self._truncation is None:
-            if len(ids) >= context:  # SGLang would refuse the row with the same message
+            if len(ids) >= context:
+                # SGLang would refuse the row with the same message.
                 raise RowRefusedError(
                     f"The input ({len(ids)} tokens) is longer than the model's context length "
                     f"({context} tokens)."
@@ -159,7 +164,8 @@ class Encoder:
         # Leave room for the longest output; without a limit of the job, for one token at least.
         limit = context - int(request.sampling.get("max_new_tokens") or 1)
         if longest_prompt is not None:
-            limit = min(limit, longest_prompt - 1)  # A prompt must stay below `longest_prompt`.
+            # A prompt must stay below `longest_prompt`.
+            limit = min(limit, longest_prompt - 1)
         if len(ids) <= limit:
             return ids
         if limit > 0 and self._backend is None:
@@ -174,7 +180,8 @@ class Encoder:
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
-        keep = len(offsets) - (length - limit)  # The rest of the prompt keeps all its tokens.
+        # The rest of the prompt keeps all its tokens.
+        keep = len(offsets) - (length - limit)
         while keep > 0:
             shorter_text = truncate_text(text, offsets, keep, truncation)
             (ids,) = self.token_ids([_with_text(request, shorter_text)])
@@ -206,6 +213,7 @@ def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation
     """
     from_beginning = _TOKENS_FROM_BEGINNING[truncation](keep)
     from_end = keep - from_beginning
+    # The head ends where its last token ends, and the tail begins where its first token begins.
     head = text[: offsets[from_beginning - 1][1]] if from_beginning else ""
     tail = text[offsets[-from_end][0] :] if from_end else ""
     return head + tail
@@ -246,7 +254,8 @@ def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
 
 def _is_plain(message: Any) -> bool:
     """Tell whether a message has a role that every chat template supports, a text, and nothing else."""
-    if not isinstance(message, dict):  # a null in the list of messages
+    if not isinstance(message, dict):
+        # The list of messages has a null.
         return False
     fields = {name: value for name, value in message.items() if value is not None}
     is_text = all(isinstance(value, str) for value in fields.values())

@@ -107,7 +107,8 @@ def draw_lines(
     top: float = 0.0,
 ) -> Chart:
     """Return a chart of lines over time; the vertical axis reaches from 0 to at least `top`."""
-    length_s = timeline.axis.length_s or 1.0  # A run without any length would divide by zero.
+    # A run without any length would divide by zero.
+    length_s = timeline.axis.length_s or 1.0
     values = [value for line in lines.values() for value in line if value is not None]
     # The lower end of a zone must be visible, too. A chart with only zeros gets an axis up to 1.
     highest = max([*values, top, *(zone.low for zone in zones)]) or 1.0
@@ -118,7 +119,8 @@ def draw_lines(
             label=label,
             colour=index % COLOURS,
             path=_path(x_positions, line, timeline.breaks, axis_end),
-            values=[value and float(f"{value:.4g}") for value in line],  # Short numbers keep the page small.
+            # Short numbers keep the page small.
+            values=[value and float(f"{value:.4g}") for value in line],
         )
         for index, (label, line) in enumerate(lines.items())
     ]
@@ -151,7 +153,8 @@ def time_ticks(length_s: float) -> list[AxisTick]:
 
 def number(value: float) -> str:
     """Format a number with about three digits and a unit letter: 0.85, 12, 1,500, 12.3k, 31M."""
-    rounded = float(f"{value:.3g}")  # 999,999 then becomes 1M, not 1000k.
+    # Rounding first turns 999,999 into 1M instead of 1000k.
+    rounded = float(f"{value:.3g}")
     for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(rounded) >= least:
             return f"{rounded / size:.3g}{letter}"
@@ -163,7 +166,8 @@ def _scale(highest: float) -> tuple[float, float]:
 
     The step is 1, 2 or 5 times a power of ten, and the axis has at most five steps up to `highest`.
     """
-    rounding = 1e-9  # Tolerance for the rounding of floats.
+    # This is a tolerance for the rounding errors of floats.
+    rounding = 1e-9
     least_step = highest / 5
     power = 10.0 ** math.floor(math.log10(least_step))
     round_steps = [power, 2 * power, 5 * power, 10 * power]

@@ -138,7 +138,8 @@ class WorkerHistory:
                 self.max_running[who] = load.max_running
         # A load sample counts the retractions since the start of the attempt, so the last one has the total.
         attempt.retractions = sample.retractions
-        self.bands.update(sample.bands)  # Schedulers that are gone keep their last range.
+        # Schedulers that are gone keep their last range.
+        self.bands.update(sample.bands)
 
     def _name_of(self, scheduler: str) -> str:
         """Return the name of a scheduler on the page, which stays the same over all attempts."""
@@ -292,6 +293,7 @@ def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
     lines: dict[Key, Line] = {key: [grid[number].get(key) for number in numbers] for key in keys}
     return Timeline(
         axis=axis,
+        # A value stands in the middle of its cell.
         places=[axis.place((number + 0.5) * width_s) for number in numbers],
         breaks=_breaks(numbers, width_s, axis),
         lines=lines,

@@ -1,8 +1,6 @@
 """The page of a run, report.html: collects what the page shows, and fills the template page.html."""
 
-import base64
 import functools
-import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +22,7 @@ from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import load_charts, number
 from batchrunner.report.html.history import Timeline, WorkerHistory, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
+from batchrunner.report.html.style import page_style, source_hash
 from batchrunner.report.report import GO_ON, says_next_step
 from batchrunner.report.verdict import max_failed_rows_of, too_many_failed
 from batchrunner.tuning.advise import advise_run
@@ -166,7 +165,8 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
         "readout": {
             # Positions on the time axis, in seconds, at which the charts have values.
             "places": [round(place, 2) for place in timeline.places],
-            "length_s": timeline.axis.length_s or 1.0,  # at least 1, because page.js divides by the length
+            # The length must not be 0, because page.js divides by it.
+            "length_s": timeline.axis.length_s or 1.0,
             "charts": {chart.key: [line.values for line in chart.strokes] for chart in charts},
         },
     }
@@ -174,12 +174,11 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
 
 def _style_and_script() -> dict[str, Any]:
     """Return the style and the script of the page, and the script's hash for the content security policy."""
-    script = _read("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
     return {
-        "style": Markup(_read("page.css")),  # noqa: S704 - our own file
+        "style": Markup(page_style()),  # noqa: S704 - our own file
         "script": Markup(script),  # noqa: S704
-        "script_hash": f"sha256-{digest}",
+        "script_hash": source_hash(script),
     }
 
 
@@ -196,6 +195,7 @@ def _decisions(
     With several workers, the decision of the last worker is shown.
     """
     decisions = []
+    # The histories are in the order of the workers; the last worker with an event decides.
     if order := next((history.order for history in reversed(histories) if history.order), None):
         decisions.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
     if tokenize := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
@@ -219,6 +219,7 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         in_band, empty = load["in_band_share"], load["empty_queue_share"]
         queue = f"in the healthy range for {in_band:.0%} of the steady time, empty for {empty:.0%}"
         facts.append(("Queue", queue))
+    # A report of another version may name states of the load that this version does not know.
     corner_shares = (load.get("corner_shares") or {}).items()
     shares = [
         f"{share:.0%} {Corner(name).words}" for name, share in corner_shares if share and name in set(Corner)
@@ -285,7 +286,3 @@ def _moment(seconds: float) -> str:
 def _percent(share: float) -> str:
     """Format a fraction as per cent, with one decimal below 10 %."""
     return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"  # noqa: PLR2004
-
-
-def _read(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")

@@ -80,6 +80,7 @@ def read_results(workers: Sequence[RunDir]) -> RunResults:
         ):
             _register(connection, parts)
             lengths = list(filter(None, (_length(connection, *length) for length in _LENGTHS)))
+            # The examples come from the newest part file.
             return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
         raise ResumeError(f"{workers[0].path}: results cannot be read: {first_line(failure)}") from None
@@ -93,7 +94,8 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
     schema = pq.read_schema(parts[0])
     names = ["attempts", "latency_s", "prompt_tokens"]
     if not has_texts(schema):
-        tokens = "[]::INTEGER[]"  # A task without decoding, such as an embedding, has no output tokens.
+        # A task without decoding, such as an embedding, has no output tokens.
+        tokens = "[]::INTEGER[]"
     else:
         names.append("completion_tokens")
         has_several = pa.types.is_list(schema.field("completion_tokens").type)

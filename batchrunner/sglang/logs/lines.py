@@ -32,7 +32,7 @@ class LoggedBatch(NamedTuple):
     tokens: int | None = None
     """Number of tokens in the KV pool, `#token`."""
     graph: bool | None = None
-    """Whether a CUDA graph ran; None if the line does not say it, as on a CPU."""
+    """Whether a CUDA graph ran; None if the line does not say so, as on a CPU."""
     throughput: float | None = None
     """Tokens per second: generated tokens in a decode line, prompt tokens in a prefill line."""
     new_seqs: int = 0
@@ -112,15 +112,18 @@ class OutOfMemory(NamedTuple):
     text: str
     """The log line."""
     running: int = 0
-    """Number of requests that ran just before, `#running-req`. LogReader fills it in from earlier lines."""
+    """Number of requests that were running just before, `#running-req`. LogReader fills it in from earlier
+    lines.
+    """
 
 
 class Died(NamedTuple):
     """A process of the server ended unexpectedly."""
 
     killed: bool
-    """Whether SIGKILL ended the process. The kernel sends SIGKILL when memory runs out, and a person by
-    `kill -9`."""
+    """Whether SIGKILL ended the process. The kernel sends SIGKILL when memory runs out; `kill -9` sends it,
+    too.
+    """
     text: str
     """The log line."""
 
@@ -213,7 +216,7 @@ _USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
 _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)")
 _RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\]:? *)?(?:[A-Z]+:? +)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
 _KILLED = re.compile(
-    # 9: the raw status of waitpid for SIGKILL
+    # Some releases log 9, the raw status of waitpid, instead of the exit code -9.
     r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"
     r"Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
@@ -242,7 +245,8 @@ _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.fi
 """Texts in the lines of `--log-requests`. These lines quote prompts and answers, which may look like
 messages."""
 _PHASES: dict[Phase, re.Pattern[str]] = {
-    "prefill": re.compile("in forward_extend|in _execute_extend"),  # the second name is that of 0.5.23
+    # Of the two function names, the second is that of SGLang 0.5.23.
+    "prefill": re.compile("in forward_extend|in _execute_extend"),
     "decode": re.compile("in forward_decode|in _execute_decode"),
     "graph": re.compile("apture cuda graph begin|CUDA graph begin"),
     "general": re.compile("apture cuda graph end|CUDA graph end|KV Cache is allocated"),
@@ -279,7 +283,8 @@ def record_in(line: str) -> Record | None:
 def _record(line: str) -> Record | None:
     """Parse a log line into a record, without a check that the line only quotes a request."""
     # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
-    if _ACCESS in line:  # These are nine of ten lines in a large log.
+    if _ACCESS in line:
+        # These lines of uvicorn are nine of ten lines in a large log.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
@@ -320,7 +325,7 @@ def clean(line: str) -> str:
 def _batch(line: str) -> LoggedBatch | None:
     """Return the record of a batch line; None for any other line.
 
-    None, too, if the batch line is damaged before the end of `#queue-req`.
+    A line that is damaged before the end of `#queue-req` has no record either.
     """
     # Names are searched from the beginning of the message, because a prefix of the line could contain them.
     start = line.find("Decode batch")
@@ -365,7 +370,8 @@ def _ready(line: str) -> ServerReady:
 
 def _rare(line: str) -> Record | None:
     """Return the record of a line that is logged at the start of a server or at its end."""
-    if failure := _failure(line):  # First, because an error line may also match a pattern below.
+    if failure := _failure(line):
+        # This test comes first, because an error line may also match a pattern below.
         return failure
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
@@ -404,6 +410,7 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
     if phase is None:
         return None
     if "graph failed: " in line:
+        # The phase is the capture of graphs, whatever the rest of the line says.
         phase = "graph"
     return OutOfMemory(phase, line.strip())
 
@@ -428,7 +435,8 @@ def _arguments(text: str) -> Arguments:
     """
     if isinstance(values := _literal(text), dict):
         return Arguments({str(name): value for name, value in values.items()})
-    text = re.sub(r"'(\w+)': ", r"\1=", text)  # a truncated dict: rewrite its items as name=value
+    # A truncated dict cannot be parsed as a whole, so its items are rewritten as name=value.
+    text = re.sub(r"'(\w+)': ", r"\1=", text)
     return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 
@@ -447,7 +455,8 @@ def _value(expression: ast.expr) -> Any:
     return ast.literal_eval(expression)
 
 
-@lru_cache(maxsize=64)  # a cache helps, because successive lines often have the same time
+# A cache helps, because successive lines often have the same time.
+@lru_cache(maxsize=64)
 def _seconds(time: str) -> float | None:
     """Return a time stamp in seconds, as if its time zone were UTC; None for a damaged time stamp."""
     try:

@@ -55,9 +55,13 @@ config.json is not on this machine."""
 _MLA = re.compile(
     "DeepseekV2|DeepseekV3|Kimi|LongcatFlash|MistralLarge3|GlmMoeDsa|Glm5Next|Glm4MoeLite|SarvamMLA|MiniCPM3"
 )
-"""Matches the class names of models with multi-head latent attention (MLA); used like _MOE."""
+"""Matches the class names of models with multi-head latent attention (MLA). The pattern is used if a model's
+config.json is not on this machine.
+"""
 _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
-"""Matches the class names of models with sparse attention (DSA); used like _MOE."""
+"""Matches the class names of models with sparse attention (DSA). The pattern is used if a model's config.json
+is not on this machine.
+"""
 
 
 @dataclass(slots=True)
@@ -121,7 +125,8 @@ class Facts:
             return None
         if pool.gb and pool.kv_gb:
             return pool.gb / (pool.gb + pool.kv_gb)
-        if self.sizes_states:  # The number of slots is fixed, so the ratio has no effect.
+        if self.sizes_states:
+            # The number of slots is fixed, so the ratio has no effect.
             return None
         ratio = self.number("mamba_full_memory_ratio") or STATE_RATIO
         return ratio / (1 + ratio)
@@ -375,7 +380,9 @@ class LogReader:
             self.series.prefills.add(batch, self.facts.chunk or 0)
             return
         states = self.facts.states
-        # A line may lack the use of the state pool (0), so the running requests give a lower bound.
+        # Return the media files of a row; raise RowRefusedError. `value` is the column's value in this row.
+        # `row` is the ordinal of the row in the input. `pages` is the value of the column with the pages of
+        # PDF documents, if the job has one.
         usage_by_requests = batch.running / states.most_running if states else 0.0
         sample = LoadSample(
             at=at,
@@ -413,7 +420,8 @@ class LogReader:
         self._old_death = self.facts.died
         self._memory_caps_running = False
         self.facts.states = None
-        self._speakers.clear()  # a restart may have changed the names of the ranks
+        # A restart may have changed the names of the ranks.
+        self._speakers.clear()
         self.facts.arguments = record.values
         self._phase = "load"
 
@@ -442,7 +450,7 @@ class LogReader:
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Keep the record that best explains a death: a SIGKILL, or else the first exception."""
-        # A death before the last restart does not count: the server was started again since.
+        # A death before the last restart does not count, because the server has been started again since.
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
             phase = self._phase if record.phase == "general" else record.phase

@@ -36,6 +36,7 @@ class Prefills:
 
     def add(self, batch: LoggedBatch, chunk: int) -> None:
         """Count one prefill pass; `chunk` is `chunked_prefill_size`, or 0 if unknown."""
+        # With an unknown chunk size (0), no pass counts as full.
         is_full = 0 < WHOLE * chunk <= batch.new_tokens
         self.passes += 1
         self.prompts += batch.new_seqs
@@ -121,6 +122,7 @@ class Track:
         """Append a sample. The time since the previous sample counts as busy unless it exceeds PAUSE_S."""
         previous_at = self.samples[-1].at if self.samples else None
         gap_s = 0.0 if sample.at is None or previous_at is None else sample.at - previous_at
+        # The time falls by more than PAUSE_S if an older log follows. A smaller fall counts as no time.
         if abs(gap_s) > PAUSE_S:
             self.settle()
         else:
@@ -134,7 +136,8 @@ class Track:
         that the client sends too few requests at a time.
         """
         samples = self.samples
-        drain_begin = len(samples)  # where the final samples with an empty queue begin
+        # Find the index at which the final samples with an empty queue begin.
+        drain_begin = len(samples)
         while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
             drain_begin -= 1
         had_queue_before = drain_begin > 0 and samples[drain_begin - 1].queue > 0
@@ -178,7 +181,7 @@ class Series:
 
     @property
     def retractions_per_min(self) -> float:
-        """Mean number of retractions per scheduler and minute. Less than a minute counts as one."""
+        """Mean number of retractions per scheduler and minute. A shorter time counts as one minute."""
         return self.retractions / max(1, len(self.tracks)) / max(1.0, self.busy_s / 60)
 
     @property

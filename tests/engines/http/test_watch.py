@@ -152,7 +152,7 @@ def test_a_server_that_does_not_tell_its_load() -> None:
 def test_a_silent_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes the connection and says nothing is told from one that is not there."""
     monkeypatch.setattr(TIMING, "advise_timeout", 0.3)
-    words = r"no server answers there: no answer within 0\.3 s"
+    words = r"no server answers: no answer within 0\.3 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(InputError, match=words):
         advise(f"http://127.0.0.1:{silent.getsockname()[1]}", span_s=0.1)
 
@@ -173,9 +173,9 @@ def test_what_is_not_sglang_is_refused() -> None:
         bound.bind(("127.0.0.1", 0))
         for url, words in [
             (site.url, "not an SGLang server"),
-            (f"http://127.0.0.1:{bound.getsockname()[1]}", "no server answers there"),
-            ("http://nowhere.invalid:1", "no server answers there"),
-            ("http://", "no server answers there"),
+            (f"http://127.0.0.1:{bound.getsockname()[1]}", "no server answers"),
+            ("http://nowhere.invalid:1", "no server answers"),
+            ("http://", "no server answers"),
         ]:
             result = batchrun("advise", url, "--span", "0.1")
             assert result.exit_code == 2

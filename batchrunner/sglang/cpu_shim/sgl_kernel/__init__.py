@@ -50,11 +50,12 @@ def _absent(name: str) -> Callable[..., NoReturn]:
 
 
 def _submodule(name: str) -> ModuleType:
-    """Return a submodule of `sgl_kernel` that has a function of every name, which raises when called."""
+    """Return a submodule of `sgl_kernel` in which every name is a function that raises when it is called."""
     module = ModuleType(f"{__name__}.{name}")
 
     def lookup(attribute: str) -> Callable[..., NoReturn]:
-        if attribute.startswith("__"):  # `inspect` and `pickle` look up such names, which are not kernels
+        # `inspect` and `pickle` look up names such as `__wrapped__`, which are not kernels.
+        if attribute.startswith("__"):
             raise AttributeError(attribute)
         return _absent(f"{name}.{attribute}")
 

@@ -1,0 +1,63 @@
+"""Activity of a server, for its page: the runs of batches, and the load of the engine in the last hour."""
+
+from collections import deque
+from statistics import fmean
+from typing import NamedTuple
+
+from batchrunner.output.samples import RunSample
+
+POINT_EVERY_S = 5.0
+"""Minimum number of seconds between two points of the engine's load."""
+MOST_POINTS = 720
+"""Maximum number of points that are kept, which is an hour of load."""
+
+
+class LoadPoint(NamedTuple):
+    """Load of the whole engine at one moment, with the token rates of all batches."""
+
+    time: float
+    """Unix time in seconds."""
+    running: int | None
+    """Running requests; None if the engine does not report its load."""
+    queue: int | None
+    """Requests that wait in the engine; None if the engine does not report its load."""
+    token_usage: float | None
+    """Mean token usage of the schedulers; None if the engine does not report its load."""
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+
+
+class Activity:
+    """The newest state of each run of a batch, and points of the engine's load. Memory is bounded."""
+
+    def __init__(self) -> None:
+        """Begin without runs and without load."""
+        self.running: dict[str, RunSample] = {}
+        """Newest state of each batch that uses the engine, by its ID; the batch that began first is first."""
+        self._points = deque[LoadPoint](maxlen=MOST_POINTS)
+
+    def update(self, batch_id: str, sample: RunSample, now: float) -> None:
+        """Take the state of a run at the Unix time `now`; every 5 s it becomes a point of the load."""
+        self.running[batch_id] = sample
+        if self._points and 0 <= now - self._points[-1].time < POINT_EVERY_S:
+            return
+        runs, schedulers = self.running.values(), sample.signals
+        self._points.append(
+            LoadPoint(
+                time=round(now, 1),
+                running=sum(load.running for load in schedulers) if schedulers else None,
+                queue=sum(load.queue for load in schedulers) if schedulers else None,
+                token_usage=round(fmean(load.token_usage for load in schedulers), 3) if schedulers else None,
+                output_tokens_per_s=round(sum(run.output_tokens_per_s for run in runs), 1),
+                prompt_tokens_per_s=round(sum(run.prompt_tokens_per_s for run in runs), 1),
+            )
+        )
+
+    def end(self, batch_id: str) -> None:
+        """Forget the run of a batch, which no longer uses the engine."""
+        self.running.pop(batch_id, None)
+
+    def load_since(self, since: float) -> dict[str, list[float | None]]:
+        """Return the points after the Unix time `since` as one list for each field of LoadPoint."""
+        points = [point for point in self._points if point.time > since]
+        return {name: [getattr(point, name) for point in points] for name in LoadPoint._fields}
