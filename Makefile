@@ -83,6 +83,8 @@ clean: ## Delete the virtual environment, the prepared data and all results
 bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop, one row and many in a request
 bench-large-runs: .venv/.light ## Memory and time of whole commands at 100,000 and a million rows
 bench-many-workers: .venv/.light ## Shared storage, takeovers and waits with 1 to 1,000 workers, in virtual time
+bench-many-processes: .venv/.light ## 64 real processes that share a run, eight of them killed
+bench-resume: .venv/.light ## Resume, retry and merge of a nearly finished run of a million to a hundred million rows
 bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
 bench-order-simulated: .venv/.light ## Computed prompt tokens in the order of the runner, on replicas, simulated
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine

@@ -15,6 +15,8 @@ BUNDLES = (16, 64)
 """Rows in a request; below `/rows16` and `/rows64` each is answered with so many events, but
 for bodies below 600 bytes, which have one row."""
 
+ADDRESSES = [f"127.0.0.{number}" for number in range(1, 65)]
+"""Addresses of the server, each of which can stand for a replica."""
 _META = {
     "id": "2275190bf5af4de6aad00b0bb0a5d1bc", "finish_reason": {"type": "length", "length": 12},
     "prompt_tokens": 5, "weight_version": "default", "num_retractions": 0, "storage_prefetch_wait": 0.0,
@@ -58,7 +60,7 @@ REPLIES: dict[str, dict[str, Any]] = {  # SGLang 0.5.23's own, as recorded
 
 @contextmanager
 def nginx(folder: Path) -> Iterator[str]:
-    """Serve the canned replies on a free loopback port until the block ends."""
+    """Serve the canned replies on a free port of all ADDRESSES until the block ends; yield the first URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,6 +76,7 @@ def nginx(folder: Path) -> Iterator[str]:
         for path, reply in REPLIES.items()
         if not (base and path == "/generate")
     )
+    listens = "\n".join(f"listen {address}:{port} backlog=4096;" for address in ADDRESSES)
     config = folder / "nginx.conf"
     config.write_text(f"""
         daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
@@ -82,7 +85,7 @@ def nginx(folder: Path) -> Iterator[str]:
             access_log off; keepalive_timeout 3600; keepalive_requests 1000000; default_type application/json;
             client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
             fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-            server {{ listen 127.0.0.1:{port} backlog=4096; {locations}
+            server {{ {listens} {locations}
                 location ~ ^/rows[0-9]+/generate$ {{
                     if ($content_length ~ "^[1-5]?[0-9]?[0-9]$") {{
                         return 200 '{_escaped(REPLIES["/generate"])}';

@@ -12,6 +12,9 @@ in a request: by `perf stat`, or where the processor's counters cannot be read b
 minutes. They are the difference between runs of 500 and of 2,000 rows, so that nothing counts but rows. A
 tool makes the process slow, and what the runner does by the clock (polls of the load, writes of the journal,
 connections that were idle) would count for many times as much as it is: there is none of it in these runs.
+
+`--replicas` measures the seconds of CPU of a row with 1, 8 and 64 replicas, each of which is an address of
+nginx, with `--instructions` also those. The requests in flight are the same in all.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import json
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,7 +43,7 @@ from batchrunner.job.load import load_job
 from batchrunner.runner.foreground import run_in_foreground
 from batchrunner.runner.prepare import prepare
 from benchmarks import instructions
-from benchmarks.canned_server import nginx
+from benchmarks.canned_server import ADDRESSES, nginx
 from benchmarks.measure import in_fresh_process, in_turns, interval, post_all, save
 
 SEED = 20
@@ -109,6 +113,19 @@ def without_clock(job_file: str, bundle: int) -> dict[str, Any]:
     return run_with(job_file, overrides, bundle)
 
 
+def with_replicas(job_file: str, replicas: int, *, counted: bool) -> dict[str, Any]:
+    """Run the job with so many replicas; if `counted`, do nothing by the clock."""
+    overrides = []
+    if counted:
+        client.KEEPALIVE_S = TIMING.load_poll = LONG_S
+        overrides = [f"output.durable={LONG_S:g}"]
+    (url,) = json.loads(Path(job_file).read_text())["engine"]["urls"]
+    urls = [url.replace(ADDRESSES[0], address) for address in ADDRESSES[:replicas]]
+    overrides += [f"engine.urls={json.dumps(urls)}", f"window={WINDOW // replicas}"]
+    began = time.process_time()
+    return run_with(job_file, overrides) | {"cpu_s": round(time.process_time() - began, 3)}
+
+
 def run_with(job_file: str, overrides: list[str], bundle: int = 1) -> dict[str, Any]:
     with instructions.counted():
         report = run_in_foreground(
@@ -122,6 +139,11 @@ def run_with(job_file: str, overrides: list[str], bundle: int = 1) -> dict[str, 
 TIMED: dict[str, Callable[[str], dict[str, Any]]] = {
     "runner": runner, "bare_asyncio": bare, "bare_uvloop": partial(bare, fast_loop=True),
 }  # fmt: skip
+REPLICAS: dict[str, Callable[[str], dict[str, Any]]] = {
+    f"{replicas} replicas{suffix}": partial(with_replicas, replicas=replicas, counted=bool(suffix))
+    for replicas in (1, 8, 64)
+    for suffix in ("", " counted")
+}
 COUNTED: dict[str, Callable[[str], dict[str, Any]]] = {
     "bare loop": bare,
     **{f"{rows} rows a request": partial(without_clock, bundle=rows) for rows in (1, 16, 64)},
@@ -171,16 +193,50 @@ def count_instructions() -> None:
     save("client_instructions", line, figures, PACKAGES, "client")
 
 
+def count_replicas(rows: int, *, with_instructions: bool) -> None:
+    """Measure the seconds of CPU of a row with 1, 8 and 64 replicas, and count its instructions if asked."""
+    sides = [side for side in REPLICAS if not side.endswith("counted")]
+    with job_on_nginx(rows, IDS) as job_file:
+        runs = in_turns(
+            {
+                side: partial(in_fresh_process, "benchmarks.client", "--side", side, "--job", job_file)
+                for side in sides
+            },
+            rounds=3,
+        )
+    cpu_us = {side: round(min(1e6 * turn[side]["cpu_s"] / rows for turn in runs), 1) for side in sides}
+    shown = [f"{side} {cpu_us[side]}" for side in sides]
+    line = f"client, µs of CPU a row (least of 3 runs): {', '.join(shown)}"
+    figures = {"window_of_all": WINDOW, "rows": rows, "cpu_us_a_row": cpu_us, "runs": runs}
+    if with_instructions:
+        few, many = COUNTED_ROWS
+        counts: dict[str, list[int]] = {side: [] for side in sides}
+        for counted_rows in COUNTED_ROWS:
+            with job_on_nginx(counted_rows, IDS) as job_file:
+                for side in sides:
+                    command = [sys.executable, "-m", "benchmarks.client"]
+                    command += ["--side", f"{side} counted", "--job", job_file]
+                    counts[side].append(instructions.count(command))
+        figures["instructions_a_row"] = {
+            side: round((more - less) / (many - few)) for side, (less, more) in counts.items()
+        }
+        line += f"; instructions: {figures['instructions_a_row']}"
+    save("client_replicas", line, figures, PACKAGES, "client")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--instructions", action="store_true", help="count them instead")
-    parser.add_argument("--side", choices={**TIMED, **COUNTED}, help=argparse.SUPPRESS)
+    parser.add_argument("--replicas", action="store_true", help="measure 1, 8 and 64 replicas")
+    parser.add_argument("--side", choices={**TIMED, **COUNTED, **REPLICAS}, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        print(json.dumps({**TIMED, **COUNTED}[args.side](args.job)))
+        print(json.dumps({**TIMED, **COUNTED, **REPLICAS}[args.side](args.job)))
+    elif args.replicas:
+        count_replicas(args.rows, with_instructions=args.instructions)
     elif args.instructions:
         count_instructions()
     else:

@@ -32,6 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
+from batchrunner.core.types import Lease
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.holder import this_process
@@ -207,7 +208,12 @@ class Run:
     """How long each lease after a worker's first was waited for, beyond the end of the rows it had."""
     starts_s: list[float] = dataclasses.field(default_factory=list)
     killed_at: dict[str, float] = dataclasses.field(default_factory=dict)
-    taken_over_at: dict[str, float] = dataclasses.field(default_factory=dict)
+    taken_over_at: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """When each dead worker was replaced, and since when another worker had been waiting for rows."""
+    waiting: set[str] = dataclasses.field(default_factory=set)
+    """The workers that wait for a lease."""
+    waiting_since: float = 0.0
+    """Since when at least one worker has been waiting, without a break."""
     last_lease_at: float = 0.0
     """When a lease that nobody had taken before was last taken."""
     lived_s: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -217,7 +223,8 @@ class Run:
         """Return the figures of a run that has ended."""
         rates = [self.operations.counts[name] / lived for name, lived in self.lived_s.items()]
         takeovers = [
-            at - max(self.killed_at[name], self.last_lease_at) for name, at in self.taken_over_at.items()
+            at - max(self.killed_at[name], self.last_lease_at, since)
+            for name, (at, since) in self.taken_over_at.items()
         ]
         peak = max((count for (_, _), count in self.operations.by_minute.items()), default=0) / 60
         return {
@@ -308,7 +315,7 @@ class Worker:
     def write(self, event: str, **values: Any) -> None:
         """Note an event of the worker, in the place of its event log."""
         if event == "takeover":
-            self.run.taken_over_at[values["task"]] = TIME.now
+            self.run.taken_over_at[values["task"]] = TIME.now, self.run.waiting_since
         if event == "lease" and not values["turn"]:
             self.run.last_lease_at = TIME.now
 
@@ -349,10 +356,20 @@ class Worker:
             busy_until = begin + len(lease.rows) * self.row_s
             self.spans.append((begin, busy_until, list(lease.rows)))
             self.sleep(max(0.0, busy_until - READ_AHEAD_S - TIME.now))
-            lease = self.rows.take(wait=False) or self.rows.take(wait=True)
+            lease = self.rows.take(wait=False) or self._wait_for_lease()
             if lease is not None:
                 self.run.waits_s.append(max(0.0, TIME.now - busy_until))
         self.sleep(max(0.0, busy_until - TIME.now))
+
+    def _wait_for_lease(self) -> Lease | None:
+        """Wait for a lease, and let the run know that this worker waits."""
+        run = self.run
+        run.waiting_since = run.waiting_since if run.waiting else TIME.now
+        run.waiting.add(self.name)
+        try:
+            return self.rows.take(wait=True)
+        finally:
+            run.waiting.remove(self.name)
 
     def _beat(self) -> None:
         if not (self.is_dead or self.is_over):

@@ -1,5 +1,6 @@
 """The pages for people: their links, the files and targets that they name, and the help of `make`."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -90,6 +91,8 @@ SEARCHED = {
     "n-gram": "how-to/speculative-decoding.md",
     "batch api": "how-to/serve.md",
     "resume": "how-to/resume.md",
+    "large datasets": "how-to/large-runs.md",
+    "billion rows": "how-to/large-runs.md",
 }
 """Words that people search for, and the page that they should find."""
 
@@ -189,6 +192,20 @@ def test_the_client_figures_of_the_comparison() -> None:
     for figure in ("1.11 [0.85, 1.25]", "8,288", "0.99 [0.94, 1.03]", "680 kills"):
         assert figure in comparison
         assert figure in benchmarks
+
+
+def test_the_figures_of_large_runs() -> None:
+    """The tables on large runs have the figures of the last measurements."""
+    page = (ROOT / "docs" / "how-to" / "large-runs.md").read_text()
+    results = ROOT / "benchmarks" / "results"
+    sizes = json.loads((results / "resume.json").read_text())["runs"]
+    costs = [cost for size in sizes for case, cost in size["measured"].items() if case != "joined_status"]
+    assert len(costs) >= 20
+    for cost in costs:
+        assert f"{cost['cpu_s']:.1f} s, {cost['peak_mb']:.0f} MB" in page
+    for run in json.loads((results / "many_workers.json").read_text())["runs"]:
+        cells = run["operations_a_second_mean"], run["operations_a_second_worst_worker"]
+        assert f"| {run['workers']:,} | {cells[0]} | {cells[1]} |" in page
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "troubleshooting.md"], ids=name_of)

@@ -104,6 +104,10 @@ def run(
     fresh: FreshOption = False,
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Share the rows among N processes on this machine."),
+    ] = None,
     background: BackgroundOption = False,
     metrics: Annotated[
         str | None,
@@ -120,17 +124,33 @@ def run(
     from batchrunner.runner.foreground import log_to_stderr, run_in_foreground  # noqa: PLC0415
 
     log_to_stderr(quiet=quiet, verbose=verbose)
+    all_overrides = _all_overrides(overrides, limit, background=background)
     with reporting_failures(quiet=quiet or as_json):
-        report = run_in_foreground(
-            job,
-            _all_overrides(overrides, limit, background=background),
-            fresh=fresh,
-            retry_failed=retry_failed,
-            join=join,
-            metrics=metrics,
-            quiet=quiet,
-            as_json=as_json,
-        )
+        if processes is not None:
+            from batchrunner.runner.local_workers import run_in_processes  # noqa: PLC0415 - for few runs
+
+            if metrics is not None:
+                raise JobError("--metrics: shows one process, and --processes starts several")
+            report = run_in_processes(
+                job,
+                all_overrides,
+                processes=processes,
+                fresh=fresh,
+                retry_failed=retry_failed,
+                quiet=quiet,
+                as_json=as_json,
+            )
+        else:
+            report = run_in_foreground(
+                job,
+                all_overrides,
+                fresh=fresh,
+                retry_failed=retry_failed,
+                join=join,
+                metrics=metrics,
+                quiet=quiet,
+                as_json=as_json,
+            )
     _finish(report, exit_code=report.exit_code, results=[report.results], quiet=quiet, as_json=as_json)
 
 

@@ -7,8 +7,6 @@ the same ordinal in every attempt, so the input needs no ID column.
 import contextlib
 import functools
 import logging
-import shutil
-import tempfile
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,6 +47,7 @@ from batchrunner.job.output import StorageSpec
 from batchrunner.job.prompt import BatchRules
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.arrow_arrays import UNREADABLE, arrow_array, shown_values
+from batchrunner.output.files import scratch_directory
 
 log = logging.getLogger(__name__)
 
@@ -185,8 +184,8 @@ class Dataset:
                 hint="give one file: a custom_id is unique only within its file",
             )
         if copies is None:
-            copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
-            weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
+            copies, delete_copies = scratch_directory("batchrunner-copies-")
+            weakref.finalize(self, delete_copies)
         open_file = functools.partial(SourceFile, fs, copies=copies, source=source, batch_rules=batch_rules)
         with thread_pool(READERS) as pool:
             return list(pool.map(open_file, paths))

@@ -1,13 +1,16 @@
 """Beacons: empty files in the directory of leases that show which workers hold leases, and that they run.
 
-    alive.NAME.TOKEN.000012
+    alive.NAME.TOKEN.000125
 
-A worker has a beacon while it holds leases, and renames it at each heartbeat. So one listing of the directory
-shows the heartbeats of all workers. Watching a thousand workers costs a file server as much as watching two.
+A worker has a beacon while it holds leases, and renames it at each heartbeat. The number is the time of the
+heartbeat in seconds by the worker's clock, which started with the worker. So one listing of the directory
+shows when each worker last had a heartbeat. Watching a thousand workers costs a file server as much as
+watching two, and an observer that lists the directory rarely still knows how long a worker has been silent.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -20,8 +23,8 @@ from batchrunner.output.liveness import (
     DEAD_AFTER_S,
     FRESH_S,
     STORE_FRESH_S,
-    UNNAMED_AFTER_S,
     LivenessMonitor,
+    judge_holder,
     monitor_of,
     read_owner,
 )
@@ -32,6 +35,9 @@ _NAME = re.compile(r"alive\.(.+)\.([0-9a-f]+)\.(\d{6,})")
 OWNERS_READ = 8
 """Maximum number of workers whose `owner` is read after a listing, the longest silent ones. `owner` shows at
 once that a worker on this machine was killed, whereas its heartbeats show it only after DEAD_AFTER_S."""
+SILENCE_S = DEAD_AFTER_S - 5.0
+"""Seconds since the last heartbeat after which a worker is dead. An observer takes a heartbeat to be later
+than it was, by up to the 5 s between two heartbeats. So a take-over begins within DEAD_AFTER_S of a death."""
 
 
 class Beacon:
@@ -42,7 +48,9 @@ class Beacon:
         self._directory = directory
         self._prefix = f"alive.{task}.{token}"
         self._store = store
-        self._beats = 0
+        self._began = time.monotonic()
+        self._seconds = 0
+        """Time of the last heartbeat, in seconds since `_began`."""
         self._path: Path | None = None
         """Current path of the beacon; None while there is none."""
         self._turn = threading.Lock()
@@ -71,8 +79,8 @@ class Beacon:
                 self._path = None
 
     def _next_path(self) -> Path:
-        self._beats += 1
-        return self._directory / f"{self._prefix}.{self._beats:06d}"
+        self._seconds = max(self._seconds + 1, int(time.monotonic() - self._began))
+        return self._directory / f"{self._prefix}.{self._seconds:06d}"
 
 
 @dataclass(slots=True)
@@ -80,21 +88,39 @@ class _Sighting:
     """A beacon as it was last seen."""
 
     token: str
-    beats: int
-    """Number of heartbeats in the newest name of the beacon."""
-    since: float
-    """Time, in seconds of `time.monotonic`, of the first listing with this number."""
+    seconds: int
+    """Time of the last heartbeat by the worker's clock, from the newest name."""
+    seen_at: float
+    """Time at which a listing first had this name, by the observer's clock."""
+    beat_at: float
+    """Time of the last heartbeat by the observer's clock, or a few seconds later."""
+    offset: float
+    """Time by the observer's clock minus `seconds`, when a listing first had this name."""
     has_moved: bool = False
     """Whether this watch has seen the worker rename its beacon."""
     names: list[str] = field(default_factory=list)
     """Names of the beacon in the last listing: one, or two after an interrupted rename in an object store."""
 
+    @classmethod
+    def first(cls, token: str, seconds: int, now: float) -> _Sighting:
+        """Return the first sighting of a beacon."""
+        return cls(token=token, seconds=seconds, seen_at=now, beat_at=now, offset=now - seconds)
+
+    def move(self, seconds: int, *, now: float, looked_at: float) -> None:
+        """Record a newer name. `looked_at` is the time of the listing before, which had the old name."""
+        # The offset is the difference between two clocks, plus the delay until a listing showed the
+        # heartbeat. The smaller of the last two offsets has the smaller delay. Older ones do not count,
+        # because clocks drift and a virtual machine may have been suspended.
+        offset = now - seconds
+        self.beat_at = max(looked_at, min(offset, self.offset) + seconds)
+        self.seconds, self.seen_at, self.offset, self.has_moved = seconds, now, offset, True
+
 
 class BeaconWatch:
     """Observes the beacons of the other workers; judges from listings which of these workers are dead.
 
-    A worker on another machine is dead if its beacon has had the same name for DEAD_AFTER_S by this machine's
-    clock. A worker on this machine is looked up in /proc.
+    A worker on another machine is dead if its last heartbeat was SILENCE_S ago by this machine's clock. A
+    worker on this machine is looked up in /proc.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -102,6 +128,8 @@ class BeaconWatch:
         self._run_dir = run_dir
         self._me: LockHolder = this_process()
         self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S
+        self._looked_at = time.monotonic()
+        """Time of the last look."""
         self._sightings: dict[str, _Sighting] = {}
         self._monitors: dict[str, LivenessMonitor] = {}
         """Monitors of workers without a beacon, and of processes that took over the lock of a dead worker."""
@@ -128,6 +156,17 @@ class BeaconWatch:
         """Return the content that a dead worker's `owner` had when the worker was judged to be dead."""
         return self._owners[task]
 
+    def seconds_to_verdict(self) -> float:
+        """Return the seconds until the next silent worker counts as dead; infinity if none is silent."""
+        now = time.monotonic()
+        times = [
+            sighting.beat_at + SILENCE_S - now
+            for task, sighting in self._sightings.items()
+            if self._runs[task] is None
+        ]
+        # A verdict that was due at the last look is delayed by something else, such as another take-over.
+        return min((seconds for seconds in times if seconds >= 0), default=math.inf)
+
     def look(self, names: Iterable[str]) -> None:
         """Judge the workers from the names in a new listing of the directory. Raises OSError."""
         now = time.monotonic()
@@ -135,27 +174,27 @@ class BeaconWatch:
         # killed in between leaves both names, of which the newest counts.
         beacons: dict[str, list[tuple[int, str, str]]] = {}
         for match in filter(None, map(_NAME.fullmatch, names)):
-            task, token, beats = match.groups()
+            task, token, seconds = match.groups()
             if task != self._run_dir.task:
-                beacons.setdefault(task, []).append((int(beats), token, match[0]))
+                beacons.setdefault(task, []).append((int(seconds), token, match[0]))
         before, self._sightings = self._sightings, {}
         for task, beacons_of_task in beacons.items():
-            newest_beats, newest_token, _ = max(beacons_of_task)
+            seconds, token, _ = max(beacons_of_task)
             sighting = before.get(task)
-            if sighting is None or sighting.token != newest_token:
-                sighting = _Sighting(token=newest_token, beats=newest_beats, since=now)
-            elif newest_beats > sighting.beats:
-                sighting.beats, sighting.since, sighting.has_moved = newest_beats, now, True
+            if sighting is None or sighting.token != token:
+                sighting = _Sighting.first(token, seconds, now)
+            elif seconds > sighting.seconds:
+                sighting.move(seconds, now=now, looked_at=self._looked_at)
             sighting.names = [name for _, _, name in beacons_of_task]
             self._sightings[task] = sighting
+        self._looked_at = now
         # A recent rename that this watch has seen proves that a worker runs.
         self._runs = {
-            task: True if sighting.has_moved and now - sighting.since <= self._fresh_s else None
-            for task, sighting in self._sightings.items()
+            task: True if self._is_fresh(sighting) else None for task, sighting in self._sightings.items()
         }
-        by_silence = sorted(self._sightings, key=lambda task: self._sightings[task].since)
+        by_silence = sorted(self._sightings, key=lambda task: self._sightings[task].beat_at)
         for task in by_silence[:OWNERS_READ]:
-            self._runs[task] = self._judge(task, self._sightings[task], now)
+            self._runs[task] = self._judge(task, self._sightings[task])
 
     def look_without_beacons(self, tasks: Iterable[str]) -> None:
         """Judge workers that hold leases without a beacon, as after a power failure. Raises OSError."""
@@ -169,22 +208,24 @@ class BeaconWatch:
             for name in sighting.names:
                 self._run_dir.store.remove(self._run_dir.leases / name)
 
-    def _judge(self, task: str, sighting: _Sighting, now: float) -> bool | None:
+    def _judge(self, task: str, sighting: _Sighting) -> bool | None:
         """Return whether a worker runs; None if that is not clear yet. Raises OSError."""
         content = read_owner(self._run_dir.of_task(task))
         self._owners[task] = content
-        silent_s = now - sighting.since
         holder = parse_holder(content)
-        if holder is None:  # The lock was released, or another process is writing `owner` now.
-            return False if silent_s > UNNAMED_AFTER_S else None
-        is_dead = holder.is_dead(self._me)
-        if is_dead is not None:
-            return not is_dead
-        if holder.token != sighting.token:  # Another process took the lock over. It may die, too.
-            return self._poll_owner(task)
-        if silent_s > DEAD_AFTER_S:
-            return False
-        return self._runs[task]
+        if holder is not None and holder.token != sighting.token:
+            return self._poll_owner(task)  # another worker takes over, and may die, too
+        return judge_holder(
+            holder,
+            self._me,
+            silent_s=self._looked_at - sighting.beat_at,
+            dead_after_s=SILENCE_S,
+            is_fresh=self._is_fresh(sighting),
+        )
+
+    def _is_fresh(self, sighting: _Sighting) -> bool:
+        """Return whether the last look, or one shortly before, showed a heartbeat."""
+        return sighting.has_moved and self._looked_at - sighting.seen_at <= self._fresh_s
 
     def _poll_owner(self, task: str) -> bool | None:
         """Return whether the process that holds a worker's lock runs; None if that is not clear yet."""

@@ -5,6 +5,8 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,9 @@ TEMPORARY = ".tmp"
 Parquet directories skip the file."""
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """Error numbers of file systems without hard links: exFAT, SMB, FUSE."""
+YOUNG_S = 60.0
+"""Age in seconds below which a scratch directory is not deleted, because its process may be about to lock
+it."""
 
 
 @contextlib.contextmanager
@@ -167,6 +172,38 @@ def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
             if size != last_size:
                 last_size, grew_at = size, time.monotonic()
         yield
+
+
+def scratch_directory(prefix: str) -> tuple[Path, Callable[[], None]]:
+    """Create a temporary directory, whose name begins with `prefix`; return it, and a function to delete it.
+
+    The process locks its directory, and the kernel releases the lock of a killed process. So the directories
+    that killed processes left behind can be told from others, and are deleted.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # the directory of another user, of a running process, or gone
+            if time.time() - path.stat().st_mtime > YOUNG_S:
+                _delete_if_abandoned(path)
+    directory = Path(tempfile.mkdtemp(prefix=prefix))
+    lock = os.open(directory, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # On a file system without locks, directories stay.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def delete() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+    return directory, delete
+
+
+def _delete_if_abandoned(directory: Path) -> None:
+    """Delete a scratch directory that no process has locked. Raises OSError."""
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _is_locked_elsewhere(file: IO[bytes]) -> bool:

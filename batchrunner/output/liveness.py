@@ -93,14 +93,32 @@ class LivenessMonitor:
             # The change is a heartbeat, unless `owner` was missing before or is missing now.
             self._has_beaten = bool(before[0] and self.owner_content)
             self._changed_at = now
-        is_dead = self.holder.is_dead(self._me) if self.holder else None
-        if is_dead is not None:  # The holder is on this machine, or has abandoned the task.
-            return not is_dead
-        silence_limit_s = DEAD_AFTER_S if self.holder else UNNAMED_AFTER_S
-        if now - self._changed_at > silence_limit_s:
-            return False
-        is_fresh = self._has_beaten and now - self._changed_at <= self._fresh_s
-        return True if is_fresh else None
+        silent_s = now - self._changed_at
+        return judge_holder(
+            self.holder,
+            self._me,
+            silent_s=silent_s,
+            dead_after_s=DEAD_AFTER_S,
+            is_fresh=self._has_beaten and silent_s <= self._fresh_s,
+        )
+
+
+def judge_holder(
+    holder: LockHolder | None, observer: LockHolder, *, silent_s: float, dead_after_s: float, is_fresh: bool
+) -> bool | None:
+    """Return whether the holder of a task runs; None while that is not clear yet.
+
+    Without a `holder`, the lock was released, or the name in `owner` is incomplete. The last heartbeat was
+    `silent_s` seconds ago. `is_fresh` says that a heartbeat was seen, and not long ago.
+    """
+    if holder is None:
+        return False if silent_s > UNNAMED_AFTER_S else None
+    is_dead = holder.is_dead(observer)
+    if is_dead is not None:  # The holder is on this machine, or has abandoned the task.
+        return not is_dead
+    if silent_s > dead_after_s:
+        return False
+    return True if is_fresh else None
 
 
 def monitor_of(run_dir: RunDir) -> LivenessMonitor:

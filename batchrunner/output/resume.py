@@ -68,8 +68,11 @@ class DoneRows:
 
     def include(self, more: DoneRows) -> None:
         """Add the rows and counts of `more`. A row with both an answer and an error is answered."""
+        # Both sets change in place. A copy of all rows for each part file would take time that grows with the
+        # product of parts and rows.
         self.answered |= more.answered
-        self.failed = (self.failed | more.failed) - self.answered
+        self.failed -= more.answered
+        self.failed |= more.failed - self.answered
         self.counts_of_answered += more.counts_of_answered
         self.counts_of_failed += more.counts_of_failed
 

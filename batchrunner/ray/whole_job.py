@@ -21,7 +21,6 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import get_current_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from batchrunner.core.console import counted, duration, tell
 from batchrunner.core.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -42,17 +41,14 @@ from batchrunner.ray.stages import gpus_required, resource_of_nodes
 from batchrunner.report.report import Report, report_of_all
 from batchrunner.runner.control import SIGNALS, Control
 from batchrunner.runner.foreground import log_to_stderr, under_signals
-from batchrunner.runner.progress import LINE_EVERY_S
 from batchrunner.runner.run import execute
-from batchrunner.runner.status import status
+from batchrunner.runner.status import show_progress
 from batchrunner.runner.work import plan_failed_rows
 
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
 """Maximum number of deaths of all workers together. After more deaths, a dead worker is not restarted."""
-COST_SHARE = 0.1
-"""Maximum fraction of the time that is spent on reading the run's files for the progress line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,29 +366,6 @@ class Workers:
 def _is_ready(reference: Any) -> bool:
     """Tell whether the result of a Ray reference is available."""
     return bool(ray.wait([reference], timeout=0)[0])
-
-
-def show_progress(path: str, workers: int) -> float:
-    """Print a progress line from the files of a run; return the monotonic time of the next line.
-
-    `workers` is the number of workers that run.
-    """
-    started_at = time.monotonic()
-    with contextlib.suppress(BatchrunError):
-        # Before the first worker starts there is no run.
-        # Heartbeats are not watched, because Ray knows which workers live.
-        state = status(path, watch=False)
-        if state.rows_total is not None:
-            line = (
-                f"{time.strftime('%H:%M:%S')} {state.rows_on_disk:,}/{state.rows_total:,} rows, "
-                f"{state.rows_per_s:,.1f} rows/s, {counted(workers, 'worker')}, "
-                f"{state.rows_failed:,} failed"
-            )
-            if state.time_left_s is not None:
-                line += f", {duration(state.time_left_s)} left"
-            tell(line)
-    now = time.monotonic()
-    return now + max(LINE_EVERY_S, (now - started_at) / COST_SHARE)
 
 
 def _report(group: Workers, path: str, control: Control) -> Report:

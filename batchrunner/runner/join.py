@@ -136,7 +136,8 @@ class LeasedRows(TaskRows):
         if self._stopped.is_set():
             return None
         try:
-            return self._try_take()
+            self._refresh_if_old()
+            return None if self._has_its_share() else self._take_free()
         except (OSError, OutputError):  # The next call with `wait` waits until the disk is available again.
             return None
 
@@ -205,34 +206,30 @@ class LeasedRows(TaskRows):
                 wait.end()
                 if lease is not None or is_over:
                     return lease
-            sleep(SHORT_POLL_S if self._rows_free else self._pause_s())
+            sleep(SHORT_POLL_S if self._rows_free else self._pause_before_look())
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
         """Take a lease, if need be from a dead worker. Also return whether no lease will become free."""
-        lease = self._try_take()
-        if lease is not None or self._has_its_share():
+        self._refresh_if_old()
+        if self._has_its_share():
+            return None, False
+        lease = self._take_free()
+        if lease is not None:
             return lease, False
         self._refresh()
         if not self._rows_free and self._others.dead:
             for task in self._others.dead:
                 self._take_over(task)
             self._refresh()
-        lease = self._try_take()
+        lease = self._take_free()
         # While a worker that holds leases may be dead, its leases may become free. A worker with unfinished
         # rows of its own stays anyway, and can take over from a worker that dies later.
         is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 
-    def _try_take(self) -> Lease | None:
-        """Take a lease that was free at the last look.
-
-        Return None if no lease was free, or if this worker already has its share of the rows.
-        """
-        if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
-            self._refresh()
-        if self._has_its_share():
-            return None
+    def _take_free(self) -> Lease | None:
+        """Take a lease that was free at the last look; return None if no lease was free."""
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
             # Without the lock, the end of another lease could delete the beacon before the new lease is
             # noted.
@@ -278,6 +275,11 @@ class LeasedRows(TaskRows):
         self._rows_free = self._leases.rows_free()
         self._refreshed_at = time.monotonic()
 
+    def _refresh_if_old(self) -> None:
+        """Call `_refresh` if the last look was not just now."""
+        if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
+            self._refresh()
+
     def _look_at_others(self, leases: Leases) -> None:
         """Read the lease files, and find out which other workers hold leases and whether they live."""
         self._others.look(leases.refresh())
@@ -290,6 +292,12 @@ class LeasedRows(TaskRows):
         The pause grows with the number of workers.
         """
         return min(max(POLL_S, len(self._others) / WORKERS_PER_LISTING), LONGEST_PAUSE_S)
+
+    def _pause_before_look(self) -> float:
+        """Return the seconds that a worker without a lease waits before it lists the lease files again."""
+        # The small addition makes sure that the verdict is due when this worker looks.
+        verdict_due_s = self._others.seconds_to_verdict() + SHORT_POLL_S
+        return min(self._pause_s(), verdict_due_s)
 
     def _take_over(self, task: str) -> None:
         """Recover the journals of a dead worker, and end its leases. Raises OSError or OutputError."""

@@ -27,7 +27,9 @@ from batchrunner.input.sorted_copy import SortedCopy, remove_sorted_copies
 from batchrunner.output.files import create_file, make_directory
 from batchrunner.output.store import LOCAL, Store
 
-_NAME = re.compile(r"(\d{6,})\.(\d+)(\.end|\.left)?")
+END, LEFT = ".end", ".left"
+"""Suffixes of the files that end a lease: without remaining rows, and with them."""
+_NAME = re.compile(rf"(\d{{6,}})\.(\d+)({re.escape(END)}|{re.escape(LEFT)})?")
 _PLAN = re.compile(r"plan-(\d{6})")
 _UNTAKEN = (-1, True)
 """Entry of `Leases._turns` for a lease that nobody has taken yet: turn -1, which has ended."""
@@ -72,6 +74,11 @@ class Leases:
         self._turns: dict[int, tuple[int, bool]] = {}
         """The last turn of each lease that was taken, and whether that turn has ended. The first worker that
         takes a lease has turn 0."""
+        self._free: dict[int, int] = {}
+        """Number of remaining rows of each free lease, by the number of the lease."""
+        self._changed: set[int] = set()
+        """Numbers of the leases whose entry in `_free` is outdated. So a look at a run of many leases counts
+        only the leases that have changed since the last look."""
         self._contents: dict[str, dict[str, Any]] = {}
         """Contents of the files that were read, by name. A content stays valid, because files never
         change."""
@@ -145,16 +152,13 @@ class Leases:
 
     def free(self) -> list[int]:
         """Return the numbers of the leases that nobody holds and that have remaining rows."""
-        numbers = []
-        for number in range(len(self)):
-            _, has_ended = self._turns.get(number, _UNTAKEN)
-            if has_ended and self._count(number):
-                numbers.append(number)
-        return numbers
+        self._update_free()
+        return sorted(self._free)
 
     def rows_free(self) -> int:
         """Return the number of rows in free leases."""
-        return sum(map(self._count, self.free()))
+        self._update_free()
+        return sum(self._free.values())
 
     def rows_left(self) -> int:
         """Return the number of rows in free and held leases. Some rows of held leases may be done already."""
@@ -183,9 +187,9 @@ class Leases:
         """End a lease of this worker or of a dead worker. The `remaining` rows can then be taken again."""
         name = _name(lease.number, lease.turn)
         if remaining:
-            file, content = f"{name}.left", orjson.dumps({"left": rows_to_text(remaining)})
+            file, content = f"{name}{LEFT}", orjson.dumps({"left": rows_to_text(remaining)})
         else:
-            file, content = f"{name}.end", b""
+            file, content = f"{name}{END}", b""
         self._create(file, content)
         self._names.add(file)
         self._note(lease.number, lease.turn, ended=True)
@@ -208,7 +212,9 @@ class Leases:
             content = self._read(f"plan-{number:06d}")
             plan = LeasePlan(**{**content, "rows": rows_from_text(content["rows"])})
             self.plans.append(plan)
+            leases_before = len(self)
             self._places += [(plan, range(start, stop)) for start, stop in pairwise(plan.cuts)]
+            self._changed.update(range(leases_before, len(self)))
 
     def _holder(self, number: int, turn: int) -> str:
         """Return the name of the worker that took a lease at a turn."""
@@ -250,8 +256,8 @@ class Leases:
             name = _name(number, turn - 1)
             # Two workers may have ended this turn: one that was believed dead but woke up, and the one that
             # took over from it. If either of them found no remaining rows, all rows are done.
-            is_done = f"{name}.end" in self._names or f"{name}.left" not in self._names
-            return BitMap64() if is_done else rows_from_text(self._read(f"{name}.left")["left"])
+            is_done = f"{name}{END}" in self._names or f"{name}{LEFT}" not in self._names
+            return BitMap64() if is_done else rows_from_text(self._read(f"{name}{LEFT}")["left"])
         plan, positions = self._places[number]
         if plan.order is None:  # In input order, the position of a row is its number in the input.
             return plan.rows & BitMap64(positions)
@@ -267,6 +273,19 @@ class Leases:
     def _note(self, number: int, turn: int, *, ended: bool) -> None:
         """Record that a lease was taken at a turn or that the turn has ended; ignore older facts."""
         self._turns[number] = max(self._turns.get(number, _UNTAKEN), (turn, ended))
+        self._changed.add(number)
+
+    def _update_free(self) -> None:
+        """Count the remaining rows of the leases that have changed. Raises OSError."""
+        while self._changed:
+            number = next(iter(self._changed))
+            _, has_ended = self._turns.get(number, _UNTAKEN)
+            rows = self._count(number) if has_ended else 0
+            if rows:
+                self._free[number] = rows
+            else:
+                self._free.pop(number, None)
+            self._changed.discard(number)  # only now, because the count may fail
 
 
 def _name(number: int, turn: int) -> str:

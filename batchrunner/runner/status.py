@@ -1,5 +1,6 @@
 """State of a run, read from its files. The run may have ended, or be running in other processes."""
 
+import contextlib
 import time
 from collections import Counter
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import msgspec
 from pyroaring import BitMap64
 
-from batchrunner.core.console import counted, duration
+from batchrunner.core.console import counted, duration, tell
+from batchrunner.core.errors import BatchrunError
 from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_end, last_sample
 from batchrunner.output.liveness import holders_of, is_recent, starting_of
@@ -19,10 +21,13 @@ from batchrunner.output.samples import LoggedSample
 from batchrunner.report.report import cause_lines
 from batchrunner.report.verdict import GO_ON
 from batchrunner.runner.leases import Leases
-from batchrunner.runner.progress import sample_line
+from batchrunner.runner.progress import LINE_EVERY_S, sample_line
 
 MOST_NAMED = 8
 """Maximum number of ended workers that are shown one by one. For more workers, only their sums are shown."""
+
+COST_SHARE = 0.1
+"""Maximum fraction of the time that is spent on reading the run's files for the progress line."""
 
 
 class LeaseCounts(msgspec.Struct, kw_only=True):
@@ -229,3 +234,26 @@ def _task_lines(task: TaskStatus, held: int) -> list[str]:
             age_s = max(0.0, time.time() - sample.time)
             lines.append(f"{age_s:.0f} s ago: {sample_line(sample)}")
     return lines
+
+
+def show_progress(path: str, workers: int) -> float:
+    """Print a progress line from the files of a run; return the monotonic time of the next line.
+
+    `workers` is the number of workers that run.
+    """
+    started_at = time.monotonic()
+    with contextlib.suppress(BatchrunError):  # Before the first worker starts there is no run.
+        state = status(
+            path, watch=False
+        )  # Heartbeats are not watched, because the caller knows which workers live.
+        if state.rows_total is not None:
+            line = (
+                f"{time.strftime('%H:%M:%S')} {state.rows_on_disk:,}/{state.rows_total:,} rows, "
+                f"{state.rows_per_s:,.1f} rows/s, {counted(workers, 'worker')}, "
+                f"{state.rows_failed:,} failed"
+            )
+            if state.time_left_s is not None:
+                line += f", {duration(state.time_left_s)} left"
+            tell(line)
+    now = time.monotonic()
+    return now + max(LINE_EVERY_S, (now - started_at) / COST_SHARE)

@@ -1,6 +1,8 @@
 """Rows of files: which files a path names, their ordinals, columns and values, and the leases of rows."""
 
 import json
+import os
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,23 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path, monkeypatch: py
     assert [row["id"] for row in results_of(job)] == [0, 1, 2]
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [file["path"] for file in run["fingerprint"]["files"]] == ["in/a.parquet"]
+
+
+def test_copies_of_a_killed_process_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary copies of a CSV file vanish with their process, at the latest at a later start."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "rows.csv").write_text("a\n1\n")
+    (tmp_path / "batchrunner-copies-killed").mkdir()
+    spec = InputSpec.model_validate({"path": str(tmp_path / "rows.csv")})
+    running = Dataset(spec)
+    (in_use, *_), abandoned = tmp_path.glob("batchrunner-copies-*/*.parquet"), "batchrunner-copies-killed"
+    for directory in (in_use.parent, tmp_path / abandoned):
+        os.utime(directory, (0, 0))
+    later = Dataset(spec)
+    assert {file.parent for file in tmp_path.glob("batchrunner-copies-*/*.parquet")} > {in_use.parent}
+    assert not (tmp_path / abandoned).exists()
+    del running, later
+    assert list(tmp_path.glob("batchrunner-copies-*")) == []
 
 
 def values_in(path: Path, content: str, name: str = "a", types: dict[str, str] | None = None) -> list[Any]:

@@ -1,0 +1,183 @@
+"""Several processes on this machine that share the rows of one job (`batchrun JOB --processes N`).
+
+Each process is a worker, as `batchrun JOB --join` starts it. This process starts them, shows the progress of
+the whole run, passes signals on, and reports at the end. A process that dies is not replaced: the others take
+over its rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import IO, Any
+
+from batchrunner.core.errors import EXIT_STOPPED, EXIT_WRONG, BatchrunError, JobError, OutputError
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.load import load_job
+from batchrunner.report.report import Report, report_of_all
+from batchrunner.runner.control import SIGNALS, Control
+from batchrunner.runner.foreground import under_signals
+from batchrunner.runner.plan import StartOptions
+from batchrunner.runner.status import show_progress
+from batchrunner.runner.work import plan_failed_rows
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+"""Seconds between two looks at the processes."""
+
+
+def run_in_processes(
+    job: str,
+    overrides: Sequence[str],
+    *,
+    processes: int,
+    fresh: bool,
+    retry_failed: bool,
+    quiet: bool,
+    as_json: bool,
+) -> Report:
+    """Run a job in several processes on this machine, and return the report of all. Raises BatchrunError."""
+    StartOptions(fresh=fresh, retry_failed=retry_failed, join=True)  # raises JobError with `fresh`
+    if job == "-":
+        raise JobError("--processes: each process reads the job", hint="save the job in a file")
+    loaded = load_job(job, overrides=overrides)
+    if isinstance(loaded.engine, ServerEngine):
+        raise JobError(
+            f"--processes {processes}: each process would start SGLang on the same GPUs",
+            hint="start SGLang once, and give its address with engine.kind=attach",
+        )
+    control = Control()
+    control.stage = "sending"  # After a signal, this process waits until the others have ended.
+
+    async def work() -> Report:
+        if retry_failed:
+            await asyncio.to_thread(plan_failed_rows, loaded)
+        workers = LocalWorkers(job, overrides, control)
+        next_line = time.monotonic()
+        with contextlib.closing(workers):
+            workers.start(processes)
+            while workers.watch():
+                if not (quiet or as_json) and time.monotonic() >= next_line:
+                    next_line = await asyncio.to_thread(show_progress, loaded.output.path, workers.running)
+                await asyncio.sleep(POLL_S)
+        return workers.report(loaded.output.path)
+
+    return under_signals(work(), control, loaded.limits)
+
+
+class LocalWorkers:
+    """The processes of a run."""
+
+    def __init__(self, job: str, overrides: Sequence[str], control: Control) -> None:
+        options = [word for override in overrides for word in ("--set", override)]
+        self._command = [sys.executable, "-m", "batchrunner", job, "--join", "--json", "--quiet", *options]
+        self._control = control
+        self._processes: dict[subprocess.Popen[bytes], tuple[IO[bytes], IO[bytes]]] = {}
+        """The processes that have not ended, each with the files of its standard output and error."""
+        self._signals_sent = 0
+        """Number of signals that were passed on to the processes: 1 to drain, 2 to stop at once."""
+        self._worst: BatchrunError | None = None
+        """Error of a process that failed; of several, the first with the highest exit code."""
+
+    @property
+    def running(self) -> int:
+        """Number of processes that have not ended."""
+        return len(self._processes)
+
+    def start(self, processes: int) -> None:
+        """Start the processes."""
+        for _ in range(processes):
+            # `watch` closes the files. A pipe could fill up, and block the process.
+            output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+            # In a session of their own, the processes get a Ctrl-C only once: from this process.
+            process = subprocess.Popen(self._command, stdout=output, stderr=errors, start_new_session=True)
+            self._processes[process] = output, errors
+
+    def watch(self) -> bool:
+        """Handle the ends of processes, and pass signals on; return whether a process is still running."""
+        for process in [*self._processes]:
+            if process.poll() is not None:
+                with contextlib.ExitStack() as stack:
+                    output, errors = map(stack.enter_context, self._processes.pop(process))
+                    self._note_end(process.returncode, output, errors)
+        if self._control.reason is None and self._worst and self._worst.exit_code == EXIT_WRONG:
+            self._control.drain("the job is wrong", EXIT_WRONG)
+        if self._control.reason is not None:
+            self._pass_on_signals()
+        return bool(self._processes)
+
+    def close(self) -> None:
+        """Kill the processes that have not ended."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def report(self, path: str) -> Report:
+        """Return the report of the run at `path`; raise the error of a failed process if rows remain."""
+        control = self._control
+        try:
+            report = report_of_all(path)
+        except OutputError:  # No process has begun the run.
+            if self._worst is not None:
+                raise self._worst from None
+            raise control.interrupted("before the first row was sent") from None
+        if not report.rows_left:
+            return report
+        if self._worst is not None and control.exit_code in {EXIT_STOPPED, EXIT_WRONG}:
+            self._worst.report = report
+            raise self._worst
+        if control.reason is not None:
+            return replace(report, reason=control.reason, exit_code=control.exit_code)
+        return report
+
+    def _pass_on_signals(self) -> None:
+        """Tell the processes to drain or to stop at once, as this process was told."""
+        signals = 2 if self._control.at_once else 1
+        number = next(
+            (number for number, (_, code) in SIGNALS.items() if code == self._control.exit_code), None
+        )
+        for _ in range(self._signals_sent, signals):
+            for process in self._processes:
+                process.send_signal(number) if number else process.terminate()
+        self._signals_sent = signals
+
+    def _note_end(self, code: int, output: IO[bytes], errors: IO[bytes]) -> None:
+        """Keep the error of a process that failed, unless the processes were told to stop."""
+        if code == 0 or self._control.reason is not None:
+            return
+        error = _error_of(code, output, errors)
+        if self._worst is None or str(error) != str(self._worst):
+            log.warning("a process ended: %s", error)
+        if self._worst is None or error.exit_code > self._worst.exit_code:
+            self._worst = error
+
+
+def _error_of(code: int, output: IO[bytes], errors: IO[bytes]) -> BatchrunError:
+    """Return the error of a process that ended with an exit code, or with a signal if `code` is negative.
+
+    `output` and `errors` are its standard output and error.
+    """
+    output.seek(0)
+    errors.seek(0)
+    result: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        result = json.loads(output.read())
+    if code < 0:
+        message, hint = f"signal {-code} killed it, and the others take over its rows", None
+    elif "error" in result:
+        message, hint = result["error"]["message"], result["error"]["hint"]
+    else:
+        last_lines = errors.read().decode(errors="replace").splitlines()[-1:]
+        message, hint = result.get("reason") or "".join(last_lines) or f"exit code {code}", None
+    error = BatchrunError(message, hint=hint)
+    error.exit_code = code if code > 0 else EXIT_STOPPED
+    return error

@@ -1,0 +1,82 @@
+"""Several processes of one run on this machine: `batchrun JOB --processes N`."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchrunner.runner.leases import Leases
+from tests.conftest import batchrun, eventually, job_of, rows_in, started, write_job
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.runs import status_of
+
+
+def processes_of(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in children for child in path.read_text().split()]
+
+
+def holders_of_leases(run: Path) -> list[int]:
+    """Return the processes that hold rows of a run."""
+    leases = Leases(run / "leases")
+    leases.refresh()
+    owners = [run / "tasks" / task / "owner" for task in leases.held().values()]
+    return [json.loads(owner.read_bytes())["pid"] for owner in owners]
+
+
+def test_processes_share_the_rows(tmp_path: Path, server: FakeSGLang) -> None:
+    """Of three processes, one is killed while it has rows; the others do them, and one report counts all."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=300, window=8)
+    with started(write_job(job, tmp_path), "--processes", 3) as running:
+        eventually(lambda: server.sent and len(processes_of(running.process.pid)) == 3)
+        os.kill(holders_of_leases(tmp_path / "run")[0], signal.SIGKILL)
+        server.script = lambda _: "answer"
+        server.answer_held()
+        assert running.end() == 0
+    assert rows_in(job) == list(range(300))
+    assert len(status_of(tmp_path / "run")["tasks"]) >= 2
+    assert any("signal 9 killed it" in line for line in running.lines)
+    assert any("300" in line for line in running.lines)
+
+
+def test_an_interrupt_ends_all_processes(tmp_path: Path, server: FakeSGLang) -> None:
+    """A Ctrl-C lets the rows in flight of all processes end, and the next start does the other rows."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=100, window=4)
+    with started(write_job(job, tmp_path), "--processes", 2) as running:
+        eventually(lambda: len(server.sent) >= 4 and len(processes_of(running.process.pid)) == 2)
+        processes = processes_of(running.process.pid)
+        running.process.send_signal(signal.SIGINT)
+        running.wait_for_line("waiting for the rows in flight")
+        server.script = lambda _: "answer"
+        server.answer_held()
+        assert running.end() == 130
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+    assert 4 <= len(rows_in(job)) < 100
+    assert batchrun(write_job(job, tmp_path), "--processes", 2).exit_code == 0
+    assert rows_in(job) == list(range(100))
+    assert len(server.sent) == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"engine": {"kind": "server", "model": "m"}}, (), "each process would start SGLang"),
+        ({}, ("--fresh",), "--fresh would discard"),
+        ({}, ("--metrics", ":9400"), "--metrics"),
+        ({"prompt": {"text": "no_such_column"}}, (), "no_such_column"),
+    ],
+)
+def test_what_processes_cannot_share(
+    tmp_path: Path, changes: dict[str, Any], options: tuple[str, ...], message: str
+) -> None:
+    """An engine that each process would start, and a wrong job, end the command with one line."""
+    job = job_of(tmp_path) | changes
+    result = batchrun(write_job(job, tmp_path), "--processes", 2, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr.splitlines()[-1]
