@@ -642,7 +642,8 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
-        # A proxy or server that does not stream sends one JSON reply.
+        # None means that the stream was read into `results`. A proxy or server that does not stream sends one
+        # JSON reply.
         if answer is not None and answer.is_json:
             return replies.completion_of(request, answer.content)
         if answer is not None:
