@@ -104,8 +104,8 @@ async def execute(
 
     Without an open `engine`, the job's own engine is opened and closed. With `join`, this worker shares the
     rows with all other workers that join. With `sample`, only the rows in it are sent. The runs of an
-    `account` share its part of the engine; a run without one has an account of its own. Raises BatchrunError
-    if the run could not start or go on; finished rows are kept.
+    `account` share its part of the open `engine`; a run without one has an account of its own. Raises
+    BatchrunError if the run could not start or go on; finished rows are kept.
     """
     start = StartOptions(fresh=fresh, retry_failed=retry_failed, join=join, sample=sample)
     control = control or Control()
@@ -183,7 +183,8 @@ async def execute(
                 events=events,
                 control=control,
                 displays=displays,
-                account=account or Account(),
+                # No other run can use the job's own engine, so its rows are not charged.
+                account=None if engine is None else account or Account(),
             )
             return await run.send_and_report()
 
@@ -298,8 +299,8 @@ class Run:
     events: EventLog
     control: Control
     displays: Sequence[Display]
-    account: Account
-    """Account that pays for the rows."""
+    account: Account | None
+    """Account that pays for the rows; None if no other run can use the engine."""
     began: float = field(default_factory=time.monotonic)
     """Time at which the attempt began, on the monotonic clock."""
 
@@ -354,7 +355,8 @@ class Run:
         )
         model_task = await asyncio.to_thread(lambda: prepared.model_task)
         prompt_bytes = work.order.computed_bytes(caches_prefixes=info.caches_prefixes)
-        self.account.expect_prompts((prompt_bytes or 0) / BYTES_PER_TOKEN)
+        if self.account is not None:
+            self.account.expect_prompts((prompt_bytes or 0) / BYTES_PER_TOKEN)
         return await self.engine.load_control(
             prepared.job,
             self.events,
