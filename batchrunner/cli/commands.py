@@ -166,7 +166,8 @@ def batch(
         typer.Option(metavar="FILE", help="File for failed lines, instead of RESULTS."),
     ] = None,
     allow_repeated: Annotated[
-        bool, typer.Option("--allow-repeated", help="Answer lines that have the custom_id of another line.")
+        bool,
+        typer.Option("--allow-repeated", help="Also answer lines whose custom_id is that of another line."),
     ] = False,
     overrides: SetOption = None,
     limit: LimitOption = None,

@@ -141,8 +141,8 @@ SHORT_TOKENS = 16
 PERIOD_S = 0.25
 """Minimum length, in seconds, of a period after which the bundle size is computed from the ended rows."""
 SHARE = 4
-"""Minimum number of outstanding rows of a route for each row of a bundle. A larger bundle would have to wait
-for rows that have only just begun. And while one bundle is in transit, the server still has other rows."""
+"""A route must have at least this many outstanding rows for each row of a bundle. A larger bundle would have
+to wait for rows that have only just begun, and the server would have too few rows while it is in transit."""
 
 
 class BundleSize:
@@ -337,6 +337,7 @@ class BundleSender:
             filling = None
         if filling is None:
             filling = self._filling = Bundle()
+            # The call does nothing if the bundle was sent before.
             loop.call_later(TIMING.bundle_fill, self._send_filled, filling)
         filling.rows.append(row)
         filling.tokens += tokens

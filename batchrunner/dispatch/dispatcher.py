@@ -189,7 +189,8 @@ class Dispatcher:
         route.end_cooldown()
         route.record.record_answer(row.sent_at, is_counted=row.attempts == 1)
         route.ended.add(completion)
-        self.routes.account.add(completion)
+        if self.routes.account is not None:
+            self.routes.account.add(completion, seconds=now - row.sent_at)
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
     def _contradict(self, route: Route, now: float) -> None:

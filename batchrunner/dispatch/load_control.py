@@ -58,15 +58,19 @@ class LoadControl:
         """Whether any run sends rows."""
         return bool(self._runs)
 
+    @property
+    def _is_for_one_run(self) -> bool:
+        """Whether the engine belongs to a single run, so that no slots need to be divided."""
+        return len(self._runs) == 1 and self._runs[0].routes.account is None
+
     def join(self, run: SendingRun) -> None:
         """Add a run. It gets its share of the slots as the other runs free them."""
         in_flight = Counter[Account]()
         for other in self._runs:
-            in_flight[other.routes.account] += other.routes.in_flight
-        account = run.routes.account
+            in_flight[_account_of(other)] += other.routes.in_flight
         # An account that had no run until now starts level with the accounts that are sending rows.
-        if in_flight and account not in in_flight:
-            account.begin_beside(in_flight)
+        if in_flight and _account_of(run) not in in_flight:
+            _account_of(run).begin_beside(in_flight)
         self._runs.append(run)
         self._apply(())
 
@@ -122,16 +126,20 @@ class LoadControl:
             window = self.concurrency.window_of(limit)
             routes = [run.routes.open(limit.url, limit.ended) for run in self._runs]
             free = max(0, window - sum(route.in_flight for route in routes))
+            if self._is_for_one_run:
+                (route,) = routes
+                route.window, route.speed = window, limit.recent
+                continue
             claims = [
                 Claim(
-                    account=run.routes.account,
+                    account=_account_of(run),
                     in_flight=route.in_flight,
                     ready=ready_rows,
                     unsent=unsent_rows,
                 )
                 for run, route, ready_rows, unsent_rows in zip(self._runs, routes, ready, unsent, strict=True)
             ]
-            shares = divide(window, claims)
+            shares = divide(window, claims, routes=len(self.concurrency.routes))
             for route, share in zip(routes, shares, strict=True):
                 # A run gets more slots only as other runs free them, because no request is cancelled.
                 granted = min(share, route.in_flight + free)
@@ -140,6 +148,13 @@ class LoadControl:
         for run in self._runs:
             write_changes(run.events, changes)
             run.backlog.wake()
+
+
+def _account_of(run: SendingRun) -> Account:
+    """Return the account of a run on an engine that several runs may use."""
+    account = run.routes.account
+    assert account is not None
+    return account
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:

@@ -339,12 +339,12 @@ BEHIND = 1 << 60
 
 
 HeldFollower: TypeAlias = "tuple[float, int, int, OrderedRow]"
-"""A follower that is held back until its leader is far enough ahead: the leader's `sent_clock`, a serial
+"""A follower that is held back until its leader was sent long before: the leader's `sent_clock`, a serial
 number, so that a heap never compares rows, the rank among due followers (the lowest goes first), and the
 row."""
 DueFollower: TypeAlias = "tuple[int, int, OrderedRow]"
-"""A follower whose leader is far enough ahead: the rank (the lowest goes first), a serial number, so that a
-heap never compares rows, and the row."""
+"""A follower that may be sent, because its leader was sent long enough before: the rank (the lowest goes
+first), a serial number, so that a heap never compares rows, and the row."""
 
 
 class FollowerRelease:
@@ -362,7 +362,7 @@ class FollowerRelease:
         """Heap of the followers that are held back."""
         self._held_bytes = 0
         self._due: list[DueFollower] = []
-        """Heap of the followers whose leaders are far enough ahead."""
+        """Heap of the followers that may be sent now, because their leader was sent long enough before."""
         self._serial = count()
 
     def __len__(self) -> int:
@@ -758,9 +758,10 @@ def _find_longest_outputs(window: Iterable[OrderedRow], lengths: OutputLengths) 
 
 
 def _find_group(row: OrderedRow, common: set[OrderedRow]) -> PrefixGroup:
-    """Set and return the prefix group of a row: that of its leader, or a new one for a row in `common`.
+    """Return the prefix group of a row, and store it in the row.
 
-    A row in `common` shares with its leader a prefix that every replica computes.
+    The group is that of the row's leader. A row without a leader begins a new group. So does a row in
+    `common`, because every replica computes the prefix that it shares with its leader.
     """
     if row.group is None:
         if row.leader is None or row in common:

@@ -74,18 +74,18 @@ BLOCKED_SHARE = 1 / 4
 """Minimum fraction of the checks that find a long step (see LONG_STEP_S) in a process that counts as
 blocked."""
 LEAST_AHEAD = 8
-"""Minimum of a threshold, in requests. Rows are opened only while fewer requests than the threshold are
-queued or expected soon. The threshold is AHEAD_SHARE of the slots, but not less than this number."""
+"""Rows are opened only while fewer requests than a threshold are queued or expected soon. The threshold is
+AHEAD_SHARE of the slots, but at least this number of requests."""
 AHEAD_SHARE = 1 / 8
-"""A threshold, as a share of the slots. Rows are opened only while fewer requests than the threshold are
-queued or expected soon. The threshold is at least LEAST_AHEAD requests."""
+"""Rows are opened only while fewer requests than a threshold are queued or expected soon. The threshold is
+this share of the slots, but at least LEAST_AHEAD requests."""
 MOST_OPEN = 8192
 """Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
 """Minimum number of open rows in each process at which another process is started."""
 OWN_PROCESS_SUSPICION = 2
-"""Suspicion at which a row gets a process of its own. A row whose code ran when its process ended gets 2 at
-once; if no row's code ran, each row of the process gets 1."""
+"""Suspicion at which a row gets a process of its own. If a process dies, the row whose code was running gets
+2; if no code was running, each row of the process gets 1."""
 
 
 Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
@@ -212,7 +212,7 @@ class Rollouts:
     routes: Routes
     results: ResultSink
     store: TurnStore | None
-    """Store of the answers; None if they are not stored, as for the rows of a program."""
+    """Store of the answers; None if answers are not stored, because a Python program supplies the rows."""
     turns: int = 0
     """Number of requests that were answered in this attempt."""
 
@@ -439,7 +439,10 @@ class Rollouts:
         turn = Turn(asyncio.get_running_loop().create_future(), is_first=rollout.group is None)
         answers = AnswerHistory(ready, unencoded=request)
         row = PendingRow(ready, prompt_bytes=len(text), answers=answers, turn=turn)
-        row.group = rollout.group = rollout.group or PrefixGroup(row)
+        if rollout.group is None:
+            rollout.group = PrefixGroup(row)
+        row.group = rollout.group
+        # From its first request on, the rollout counts as a queued row, and no longer as a starting one.
         self._starting.discard(rollout)
         self.backlog.add(row)
         self.backlog.wake()

@@ -155,10 +155,10 @@ class Routes:
     """The routes of a run; a route is added when its server is first seen."""
 
     def __init__(self, account: Account | None = None) -> None:
-        """Start without routes. Without an `account`, the run has an account of its own."""
+        """Start without routes. Pass no `account` if no other run can use the engine."""
         self._by_url: dict[str, Route] = {}
-        self.account = account or Account()
-        """Account that pays for the rows of the run."""
+        self.account = account
+        """Account that pays for the rows of the run; None if no other run can use the engine."""
         self.in_flight = 0
         """Requests in flight on all routes."""
 

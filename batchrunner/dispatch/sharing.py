@@ -29,8 +29,14 @@ ROW_COST = 2
 the engine, but not 0, so that an account with refused rows does not get all slots."""
 FIRST_ROW_COST = 1000.0
 """Assumed cost of a row in prompt tokens, until a row of any account has ended."""
+SHORTEST_ROW_S = 0.001
+"""Assumed minimum time of a row, in seconds."""
 ROWS_AVERAGED = 32
 """Maximum number of recent rows over which the cost of a row is averaged."""
+CATCH_UP_S = 2.0
+"""Minimum time in seconds over which accounts reach the common virtual time. Slots are divided again at each
+poll of the load. If a slot did many rows until then, an account that is behind would get all slots, would be
+far ahead at the next poll, and would then get none."""
 BISECTIONS = 50
 """Number of halvings in the search for the virtual time up to which accounts get slots."""
 
@@ -53,6 +59,8 @@ class Account:
     has the full weight. With 0, no cost is known yet."""
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
+    row_s: float = CATCH_UP_S
+    """Mean time in seconds for which a recent row held its slot."""
     prompt_tokens: float = 0.0
     """Mean number of prompt tokens per row of the account's newest run, as estimated before rows of the run
     end."""
@@ -67,8 +75,13 @@ class Account:
         """Virtual time: the cost of the ended rows for each unit of the share."""
         return self.cost / self.share
 
-    def add(self, answer: Completion | None) -> None:
-        """Count a row that has ended; `answer` is None if the server refused the row."""
+    @property
+    def slot_cost(self) -> float:
+        """Mean cost of the rows that a slot does in CATCH_UP_S, but at least that of one row."""
+        return self.row_cost * max(1.0, CATCH_UP_S / max(self.row_s, SHORTEST_ROW_S))
+
+    def add(self, answer: Completion | None, seconds: float) -> None:
+        """Count a row that has ended after some `seconds`; `answer` is None if the server refused the row."""
         cost: float = ROW_COST
         if answer is not None:
             prompt, output = answer.prompt_tokens or 0, answer.output_tokens
@@ -80,6 +93,7 @@ class Account:
         self.cost += cost
         self.rows_averaged = min(self.rows_averaged + 1, ROWS_AVERAGED)
         self.row_cost += (cost - self.row_cost) / self.rows_averaged
+        self.row_s += (seconds - self.row_s) / self.rows_averaged
 
     def expect_prompts(self, tokens: float) -> None:
         """Raise `row_cost` to at least `tokens`, the mean number of prompt tokens of a new run's rows."""
@@ -99,14 +113,15 @@ class Account:
         """Raise the virtual time to that of the other accounts, so that this account starts level with them.
 
         `in_flight` has the number of rows in flight of each other account. These rows count as ended if their
-        cost is known. Until rows of this account have ended, a row is assumed to cost as much as a row of the
-        other accounts, or as the prompts of this account if that is more. A wrong assumption would give this
-        account far too many or too few slots.
+        cost is known. Until rows of this account have ended, a row is assumed to last and to cost as much as
+        a row of the other accounts, or to cost as much as the prompts of this account if that is more. A
+        wrong assumption would give this account far too many or too few slots.
         """
         known = [other for other in in_flight if other.rows_averaged]
         if known and not self.rows_averaged:
             mean_cost = math.fsum(other.row_cost for other in known) / len(known)
             self.row_cost, self.rows_averaged = max(mean_cost, self.prompt_tokens), ROWS_AVERAGED
+            self.row_s = math.fsum(other.row_s for other in known) / len(known)
         times = [
             (other.cost + (rows * other.row_cost if other in known else 0.0)) / other.share
             for other, rows in in_flight.items()
@@ -114,8 +129,8 @@ class Account:
         self.advance_to(min(times))
 
     def slots_until(self, time: float) -> float:
-        """Return the number of rows whose end would bring the account to a virtual time."""
-        return max(0.0, (time * self.share - self.cost) / self.row_cost)
+        """Return the number of slots, on all routes, that bring the account to a virtual time."""
+        return max(0.0, (time * self.share - self.cost) / self.slot_cost)
 
 
 class Claim(NamedTuple):
@@ -135,8 +150,10 @@ class Claim(NamedTuple):
         return 0 if self.account.is_paused else self.in_flight + self.ready
 
 
-def divide(slots: int, claims: Sequence[Claim]) -> list[int]:
-    """Divide slots among runs; the claim of the oldest run comes first.
+def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]:
+    """Divide the slots of a route among runs; the claim of the oldest run comes first.
+
+    The accounts have slots on a number of `routes`, all of which bring them to the same virtual time.
 
     Each account gets slots up to a common virtual time, but no more than its runs want, and the runs of an
     account get them in order of age. Slots that no run wants go to the oldest run that may send rows.
@@ -145,7 +162,7 @@ def divide(slots: int, claims: Sequence[Claim]) -> list[int]:
     for claim in claims:
         wanted[claim.account] += claim.wanted
         backlog[claim.account] += claim.in_flight + claim.unsent
-    remaining = _slots_of_accounts(slots, wanted)
+    remaining = _slots_of_accounts(slots, wanted, routes)
     limited = [account for account in wanted if remaining[account] < wanted[account]]
     # An account that needs less than its share falls behind in virtual time. It must not save up this time,
     # so it is advanced to the earliest of the accounts that need more.
@@ -165,8 +182,8 @@ def divide(slots: int, claims: Sequence[Claim]) -> list[int]:
     return parts
 
 
-def _slots_of_accounts(slots: int, wanted: dict[Account, int]) -> dict[Account, int]:
-    """Divide the slots among the accounts by their virtual times; return the number of slots of each account.
+def _slots_of_accounts(slots: int, wanted: dict[Account, int], routes: int) -> dict[Account, int]:
+    """Divide the slots of a route among the accounts by their virtual times; return the number of each.
 
     If there are enough slots, each account gets all that it wants.
     """
@@ -174,11 +191,11 @@ def _slots_of_accounts(slots: int, wanted: dict[Account, int]) -> dict[Account, 
         return {**wanted}
 
     def slots_until(time: float) -> dict[Account, float]:
-        return {account: min(most, account.slots_until(time)) for account, most in wanted.items()}
+        return {account: min(most, account.slots_until(time) / routes) for account, most in wanted.items()}
 
     # Find the virtual time up to which the slots are enough for all accounts, by bisection.
     too_early = min(account.time for account in wanted)
-    too_late = max(account.time + slots * account.row_cost / account.share for account in wanted)
+    too_late = max(account.time + slots * routes * account.slot_cost / account.share for account in wanted)
     for _ in range(BISECTIONS):
         middle = (too_early + too_late) / 2
         if sum(slots_until(middle).values()) < slots:

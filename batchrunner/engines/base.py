@@ -36,9 +36,10 @@ class Engine(Protocol):
         """Send several requests as a bundle, each once, and return when all answers have arrived.
 
         Each request has token ids and asks for one completion. `ended` is called with the answer or error of
-        each request as soon as it is known. Requests for which `ended` was not called should be sent again in
-        smaller bundles. Raises BundleRefusedError if the engine refuses the whole bundle, or an error of
-        `generate`, which applies to all requests for which `ended` was not called.
+        each request as soon as it is known. After a normal return, send the requests for which `ended` was
+        not called again, in smaller bundles. After an exception, none of these requests has an answer:
+        BundleRefusedError means that the engine refused the whole bundle, and any other error is one that
+        `generate` raises.
         """
         raise BundleRefusedError("the engine accepts only one row in a request")
 
@@ -61,6 +62,10 @@ class Engine(Protocol):
         Schedulers of servers that do not answer are left out. Raises AnotherModelError if a server does not
         serve the run's model any more.
         """
+
+    async def answers(self) -> bool:
+        """Tell whether a server of the engine answers now, with any reply."""
+        return True
 
     def preempt(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
         """Preempt the youngest rows of a route until only `kept` remain.

@@ -190,8 +190,8 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
 def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
     """Find the files of a local path or glob; also tell whether the path is a directory.
 
-    Each file is keyed by its real path, with symbolic links resolved in the directory. So a file to which
-    several paths lead is read once.
+    The key of a file is its path with the symbolic links of its directory resolved, so that a file in a
+    directory to which several paths lead is read once. A link that is the file itself is not resolved.
     """
     is_directory = path.is_dir()
     if is_directory:

@@ -1,4 +1,4 @@
-"""Lines and records of text files such as CSV and JSON Lines, and the numbers of lines in messages."""
+"""Reads lines and records of text files such as CSV and JSON Lines, and formats line numbers for messages."""
 
 import io
 from collections.abc import Iterator, Mapping

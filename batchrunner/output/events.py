@@ -140,12 +140,11 @@ def last_sample(path: Path) -> LoggedSample | None:
     return None
 
 
-def last_reason(path: Path) -> str | None:
-    """Return why the newest attempt of a log ended; None if it runs or was killed."""
-    for event in _last_events(path):
-        if event["event"] in {"start", "end"}:  # A `start` has no reason: its attempt has not ended.
-            return event.get("reason") or None
-    return None
+def last_end(path: Path) -> dict[str, Any]:
+    """Return the `end` event of the newest attempt of a log; empty if the attempt runs or was killed."""
+    ends = (event for event in _last_events(path) if event["event"] in {"start", "end"})
+    newest = next(ends, {})
+    return newest if newest.get("event") == "end" else {}
 
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:

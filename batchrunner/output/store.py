@@ -205,7 +205,7 @@ class ObjectStore(Store):
         self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:
-        """Return the journals of the task's last holder, from the working copy of the task."""
+        """Return the journals of the worker that held the task last, from this machine's copy."""
         task = task_directory.name
         journals = sorted((self._copies / task / "tasks" / task).glob("journal-*"))
         if journals and last is None:

@@ -393,7 +393,7 @@ def _report(group: Workers, path: str, control: Control) -> Report:
     # remain.
     has_new_files = last.exit_code == EXIT_STOPPED and not last.rows_left
     if report.rows_left or has_new_files:
-        return replace(report, reason=last.reason, exit_code=last.exit_code)
+        return replace(report, reason=last.reason, exit_code=last.exit_code, next_step=last.next_step)
     return report
 
 

@@ -221,24 +221,23 @@ def _compare_answers(run_dirs: Sequence[RunDir], contents: Sequence[Mapping[str,
 def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path]) -> bool:
     """Load the outputs of a run into a table of DuckDB; return False if the run has no outputs.
 
-    The table has a row for each result: the shortened output, a hash of the whole output, and whether the row
-    is ok. A row that is in two files is loaded once.
+    The table has for each row the shortened output, a hash of the whole output, and whether the row is ok. A
+    row that is in two files is loaded once, and so is one with several results (rollouts), which have the
+    same output.
     """
     schema = pq.read_schema(parts[0])
     if "output" not in schema.names or "error" not in schema.names:
         return False
-    # A rollout may return several results for a row, which this column numbers. A failed row has no number.
-    rollout = "coalesce(rollout, 0)" if "rollout" in schema.names else "0"
-    columns = pa.schema([field for field in schema if field.name in {"row", "rollout", "output", "error"}])
+    columns = pa.schema([field for field in schema if field.name in {"row", "output", "error"}])
     connection.register(
         "parts", pads.dataset([str(part) for part in parts], schema=columns, format="parquet")
     )
     # GROUP BY ALL groups by `row` and `rollout`, the only columns without an aggregate.
     connection.execute(
         f"""CREATE TABLE {name} AS
-            SELECT row, {rollout} AS rollout, any_value(hash(output)) AS digest,
+            SELECT row, any_value(hash(output)) AS digest,
                 any_value(left(output::VARCHAR, {SHOWN})) AS shown, bool_and(error IS NULL) AS ok
-            FROM parts GROUP BY ALL"""  # noqa: S608 - our own names
+            FROM parts GROUP BY row"""  # noqa: S608 - our own names
     )
     connection.unregister("parts")
     return True
@@ -256,15 +255,15 @@ def _counts(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
     }
     # One query counts the rows of all conditions, among the rows that both runs have.
     counts = ", ".join(f"count(*) FILTER ({condition})" for condition in conditions.values())
-    numbers = connection.execute(f"SELECT {counts} FROM first JOIN second USING (row, rollout)").fetchone()  # noqa: S608
+    numbers = connection.execute(f"SELECT {counts} FROM first JOIN second USING (row)").fetchone()  # noqa: S608
     return dict(zip(conditions, numbers or (), strict=True))
 
 
 def _examples(connection: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
     """Return the first rows whose outputs differ."""
     rows = connection.execute(
-        f"""SELECT row, first.shown, second.shown FROM first JOIN second USING (row, rollout)
+        f"""SELECT row, first.shown, second.shown FROM first JOIN second USING (row)
             WHERE first.ok AND second.ok AND first.digest != second.digest
-            ORDER BY row, rollout LIMIT {EXAMPLES}"""  # noqa: S608 - our own names
+            ORDER BY row LIMIT {EXAMPLES}"""  # noqa: S608 - our own names
     ).fetchall()
     return [dict(zip(("row", "first", "second"), row, strict=True)) for row in rows]

@@ -18,9 +18,8 @@ from batchrunner.output.files import write_json, writing
 from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
-from batchrunner.report.verdict import RunEnd, RunVerdict, max_failed_rows_of, verdict_of
+from batchrunner.report.verdict import GO_ON, RunEnd, RunVerdict, max_failed_rows_of, verdict_of
 
-GO_ON = "run the same command again"
 """Advice for the user after a run that left rows for a later start."""
 CAUSES_SHOWN = 5
 """Maximum number of causes of failed rows that are printed, the most frequent first. report.json has all."""
@@ -40,6 +39,8 @@ class Report:
     """Exit code of the command."""
     reason: str = ""
     """Reason why the run ended."""
+    next_step: str = GO_ON
+    """What to do if rows remain; empty if `reason` says it."""
     rows_total: int = 0
     """Number of rows that the job selects."""
     rows_ok: int = 0
@@ -191,10 +192,8 @@ class Report:
             # This worker has sent all rows that it could lease.
             if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:
                 hint = " to other workers"
-            elif says_next_step(self.reason):
-                hint = ""
             else:
-                hint = f": {GO_ON}"
+                hint = f": {self.next_step}" if self.next_step else ""
             counts.append(f"{self.rows_left:,} left{hint}")
         return f"{self.reason}: {', '.join(counts)}"
 
@@ -239,11 +238,6 @@ def save_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
     write_json(run_dir.report_json, report)
     with writing(run_dir.report_json):
         run_dir.store.publish(run_dir.report_json)
-
-
-def says_next_step(reason: str) -> bool:
-    """Tell whether the reason why a run ended already names the next step, so that no hint is needed."""
-    return any(step in reason for step in ("--fresh", "--retry-failed", "again"))
 
 
 def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row") -> list[str]:
@@ -312,10 +306,10 @@ def report_of_all(run: str | Path | RunDir) -> Report:
         # The stop counts only if rows remain.
         stop=RunVerdict(EXIT_STOPPED, "not finished"),
     )
-    exit_code, reason = verdict_of(end)
+    exit_code, reason, next_step = verdict_of(end)
     report = replace(
         report,
-        exit_code=exit_code, reason=reason,
+        exit_code=exit_code, reason=reason, next_step=next_step,
         wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
         starts=len(spans),
         output_tokens_per_s=round(report.output_tokens / wall_s, 1) if wall_s else 0.0,

@@ -83,20 +83,22 @@ def card_of(content: Mapping[str, Any], report: Report) -> str:
 def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
     """Upload to a directory in an object store, and delete all other objects in it.
 
-    The card is written last, so that its presence shows a complete upload.
+    An old card is deleted first and the new one is written last, so that a card always describes the data
+    beside it, and its presence shows a complete upload.
     """
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - imports obstore
 
     objects = RunObjects(address, StorageSpec())
     with writing(Path(str(address)), OutputError):
-        outdated = {stored.name for stored in objects.below()} - {CARD, *files}
         # All objects count here, also those that the upload would replace.
-        if not force and objects.below():
+        stored = {each.name for each in objects.below()}
+        if stored and not force:
             raise OutputError(f"{address}: is not empty", hint="give --force to replace what is in it")
+        objects.delete(stored & {CARD})
         for name, file in files.items():
             objects.put(name, file)
-        objects.delete(outdated)
+        objects.delete(stored - {CARD, *files})
         objects.put(CARD, card)
 
 

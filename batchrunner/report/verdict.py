@@ -8,17 +8,24 @@ from batchrunner.core.console import counted
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, BatchrunError
 from batchrunner.job.spec import LimitsSpec
 
+GO_ON = "run the same command again"
+"""Next step after most ends of a run that left rows."""
+
 
 class RunVerdict(NamedTuple):
     """The exit code of a run, and the reason why it ended."""
 
     exit_code: int
     reason: str
+    next_step: str = GO_ON
+    """What to do if rows remain; empty if `reason` says it."""
 
 
 STOPPED = RunVerdict(EXIT_STOPPED, "stopped")
 SAMPLE_DONE = RunVerdict(
-    EXIT_STOPPED, "the sample of an estimate is done; a run will not send the sampled rows again"
+    EXIT_STOPPED,
+    "the sample of an estimate is done; a run will not send the sampled rows again",
+    next_step="",
 )
 NOTHING_FREE = RunVerdict(EXIT_DONE, "no rows can be leased: other workers have leased the rest")
 DONE = RunVerdict(EXIT_DONE, "done")
@@ -65,7 +72,8 @@ def verdict_of(end: RunEnd) -> RunVerdict:
     If several reasons apply, the first one in the order of this function counts.
     """
     if end.failure is not None:
-        return RunVerdict(end.failure.exit_code, str(end.failure))
+        next_step = "" if end.failure.hint in str(end.failure) else end.failure.hint
+        return RunVerdict(end.failure.exit_code, str(end.failure), next_step)
     # A requested stop counts only if it has left rows.
     if end.rows_left or end.rows_unheld:
         return _incomplete(end) if end.stop is None else end.stop
@@ -74,13 +82,15 @@ def verdict_of(end: RunEnd) -> RunVerdict:
         files = f"{example} and {len(others)} more" if others else example
         return RunVerdict(
             EXIT_STOPPED,
-            f"{files} appeared in the input, or grew, during the run: run the same command again",
+            f"{files} appeared in the input, or grew, during the run: {GO_ON}",
+            next_step="",
         )
     if end.rows_lost:
         rows = counted(end.rows_lost, "row")
         return RunVerdict(
             EXIT_STOPPED,
-            f"{rows} of the run are missing from all result files: run the same command again",
+            f"{rows} of the run are missing from all result files: {GO_ON}",
+            next_step="",
         )
     if failed_rows := too_many_failed(
         end.rows_failed, rows_total=end.rows_total, max_failed_rows=end.max_failed_rows
@@ -94,7 +104,7 @@ def _incomplete(end: RunEnd) -> RunVerdict:
     if end.rows_left:
         return SAMPLE_DONE if end.is_sample else STOPPED
     rows = f"{end.rows_unheld:,} rows remain that no running worker has leased"
-    return RunVerdict(EXIT_STOPPED, f"{rows}: run the same command again")
+    return RunVerdict(EXIT_STOPPED, f"{rows}: {GO_ON}", next_step="")
 
 
 def too_many_failed(rows_failed: int, *, rows_total: int, max_failed_rows: float) -> str | None:

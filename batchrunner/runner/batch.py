@@ -94,12 +94,14 @@ def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bo
     `written` are the files of results and errors. Existing ones may be overwritten with `fresh`, or if the
     run of this batch exists.
     """
-    all_files = [Path(requests).expanduser(), *written]
-    if len({path.resolve() for path in all_files}) < len(all_files):
-        raise OutputError(
-            f"{written[0]}: requests, results and errors need three different files",
-            hint="give different files",
-        )
+    other_files = {Path(requests).expanduser().resolve()}
+    for path in written:
+        if path.resolve() in other_files:
+            raise OutputError(
+                f"{path}: requests, results and errors need three different files",
+                hint="give different files",
+            )
+        other_files.add(path.resolve())
     if fresh or holds_run(run):
         return
     for path in written:

@@ -20,6 +20,7 @@ from batchrunner.core.errors import (
     BatchrunError,
 )
 from batchrunner.core.timing import TIMING
+from batchrunner.report.verdict import GO_ON
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class Control:
         """Reason for which the run must stop; None as long as it may go on."""
         self.exit_code = EXIT_STOPPED
         """Exit code of the command if the run must stop."""
+        self.next_step = GO_ON
+        """What to do about rows that remain if the run must stop; empty if `reason` says it."""
         self.at_once = False
         """Whether requests in flight must be cancelled too."""
         self.stage: Literal["starting", "sending", "ending"] = "starting"
@@ -42,13 +45,14 @@ class Control:
         self._listeners: list[Callable[[], object]] = []
         self._stopped = threading.Event()
 
-    def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
+    def drain(self, reason: str, exit_code: int = EXIT_STOPPED, *, next_step: str = GO_ON) -> None:
         """Ask the run to send no more rows and to let requests in flight end.
 
-        Only the first call sets the reason and the exit code.
+        `next_step` says what to do about rows that remain; it is empty if `reason` says it. Only the first
+        call counts.
         """
         if self.reason is None:
-            self.reason, self.exit_code = reason, exit_code
+            self.reason, self.exit_code, self.next_step = reason, exit_code, next_step
         self._notify()
 
     def stop(self, reason: str) -> None:

@@ -60,11 +60,13 @@ class ServerCorpus:
     """Number of the server's start; see `HttpEngine.start_of`."""
     tokens_at_start: int
     """Number of output tokens of the run when this start of the server was noticed."""
-    is_loaded: bool = False
-    """Whether the server may have loaded a corpus of this run since it last started. It is set before the
-    request that loads the corpus."""
+    is_confirmed: bool = False
+    """Whether this start of the server has confirmed that it holds a corpus of this run."""
+    may_hold_corpora: bool = False
+    """Whether this start of the server was asked to load a corpus. It is set before the request, so that
+    `close` also removes what a failed or cancelled request has loaded."""
     is_refused: bool = False
-    """Whether the server gets no more corpora."""
+    """Whether the server gets no more corpora, not even after a restart."""
 
 
 class CorpusFeeder:
@@ -90,7 +92,10 @@ class CorpusFeeder:
         if now < self._next_look:
             return
         self._next_look = now + TIMING.corpus
-        urls = [url for url in self._engine.replicas if self._may_feed(url, sample.output_tokens)]
+        urls = [url for url in self._engine.replicas if self._takes_corpus(url)]
+        for url in urls:
+            self._note_start(url, sample.output_tokens)
+        urls = [url for url in urls if not self._servers[url].is_refused]
         if not urls:
             return
         answers = await asyncio.to_thread(newest_answers, self._run_dir, MOST_CORPUS * BYTES_PER_TOKEN)
@@ -105,20 +110,21 @@ class CorpusFeeder:
             except NOT_REACHED as failure:  # the next look tries again
                 log.debug("%s: its corpora could not be changed: %r", url, failure)
 
-    def _may_feed(self, url: str, output_tokens: int) -> bool:
-        """Tell whether a server drafts from corpora and may get one. Notice whether the server has restarted.
-
-        A gateway does not pass corpora on, so only a server that gets its requests directly may have one.
-        """
+    def _takes_corpus(self, url: str) -> bool:
+        """Tell whether a server drafts from corpora. A gateway does not pass corpora on to its workers."""
         arguments = self._engine.arguments_of(url)
         has_budget = bool(arguments.get("speculative_ngram_external_sam_budget"))
         is_direct = self._engine.endpoints[url].address == url
-        if arguments.get("speculative_algorithm") != "NGRAM" or not has_budget or not is_direct:
-            return False
+        is_ngram = arguments.get("speculative_algorithm") == "NGRAM"
+        return is_ngram and has_budget and is_direct and takes_corpus(arguments)
+
+    def _note_start(self, url: str, output_tokens: int) -> None:
+        """Note that the run started a server, after which the server holds no corpus."""
         start, server = self._engine.start_of(url), self._servers.get(url)
-        if server is None or server.start != start:
-            server = self._servers[url] = ServerCorpus(start, output_tokens)
-        return takes_corpus(arguments) and not server.is_refused
+        if server is None:
+            self._servers[url] = ServerCorpus(start, output_tokens)
+        elif server.start != start:
+            self._servers[url] = ServerCorpus(start, output_tokens, is_refused=server.is_refused)
 
     async def _look_at(self, url: str, answers: Sequence[str], sample: RunSample) -> None:
         """Add, replace or remove a server's corpus. Raises CorpusRefusedError or an error of NOT_REACHED."""
@@ -127,9 +133,10 @@ class CorpusFeeder:
         own = [name for name in corpora if name.startswith(self._prefix)]
         if len(own) < len(corpora):
             raise CorpusRefusedError("it has other corpora, with which the answers would share the budget")
-        # The corpus is gone although it was loaded, so somebody has restarted the server.
-        if server.is_loaded and not own:
-            server.is_loaded, server.tokens_at_start = False, sample.output_tokens
+        # The corpus is gone although the server held it, so somebody has restarted the server.
+        if server.is_confirmed and not own:
+            server.tokens_at_start = sample.output_tokens
+        server.is_confirmed = bool(own)
         # Each scheduler drafts only from its own outputs, even if a server has several schedulers.
         schedulers = max(len(sample.signals), len(self._engine.replicas))
         generated = (sample.output_tokens - server.tokens_at_start) // schedulers
@@ -139,17 +146,17 @@ class CorpusFeeder:
             return
         if step == "add":
             name = f"{self._prefix}{next(self._names)}"
-            # Set before the request, so that `close` also removes a corpus whose request was cancelled.
-            server.is_loaded = True
+            server.may_hold_corpora = True
             await _change(status, ADD, {"corpus_id": name, "documents": answers}, TIMING.corpus_load)
+            server.is_confirmed = True
             log.info(
                 "%s: about %s tokens of finished answers were loaded as a corpus for n-gram speculation",
                 url, f"{available:,}",
             )  # fmt: skip
+        if step == "remove":
+            server.is_confirmed = False  # before the request, whose reply may be lost
         if step != "keep":
             await _remove(status, own)
-        if step == "remove":
-            server.is_loaded = False
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
         """Tell whether a corpus would speed the run up, according to a replay of its answers.
@@ -165,7 +172,7 @@ class CorpusFeeder:
         """Remove the corpora from servers that go on running after the run."""
         if self._engine.starts_servers:
             return
-        for url in [url for url, server in self._servers.items() if server.is_loaded]:
+        for url in [url for url, server in self._servers.items() if server.may_hold_corpora]:
             with contextlib.suppress(CorpusRefusedError, *NOT_REACHED):
                 status = self._engine.status_of(url)
                 corpora = await _corpora_of(status)

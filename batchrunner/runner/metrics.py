@@ -54,7 +54,7 @@ class MetricsServer(Display):
         self._server.server_close()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; none before the first state. `prometheus_client` calls this for a request."""
+        """Yield the metrics; none before the first state. `prometheus_client` calls this for each scrape."""
         sample = self._sample
         if sample is not None:
             yield from _metrics_of_run(sample)

@@ -49,7 +49,7 @@ class StartOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """The rows of a run before a start."""
+    """Rows of a run when it starts or resumes: selected, answered, failed and leased."""
 
     selected: BitMap64
     """Rows of the input within `input.limit`."""

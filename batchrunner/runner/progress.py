@@ -219,7 +219,7 @@ class ProgressCalls(Display):
 
 
 def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> list[Display]:
-    """Return the displays that a program asks for: a bar, calls, both or neither.
+    """Return the displays that a program asks for: a progress bar, calls of `on_progress`, both or neither.
 
     Raises JobError for an asynchronous function `on_progress`, because nothing would await its calls.
     """

@@ -83,7 +83,7 @@ time."""
 SPOOL_S = 1.0
 """Maximum seconds until a row is in the journal on this machine, for a run in an object store. Its part file
 (a Parquet file of results) is uploaded later."""
-OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
+OF_RUN = ("exit_code", "reason", "next_step", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
 """Fields of report.json that an attempt without work writes again, because an earlier attempt may have died
 before it wrote its report."""
 
@@ -104,8 +104,8 @@ async def execute(
 
     Without an open `engine`, the job's own engine is opened and closed. With `join`, this worker shares the
     rows with all other workers that join. With `sample`, only the rows in it are sent. The runs of an
-    `account` share its part of the engine; a run without one has an account of its own. Raises BatchrunError
-    if the run could not start or go on; finished rows are kept.
+    `account` share its part of the open `engine`; a run without one has an account of its own. Raises
+    BatchrunError if the run could not start or go on; finished rows are kept.
     """
     start = StartOptions(fresh=fresh, retry_failed=retry_failed, join=join, sample=sample)
     control = control or Control()
@@ -183,7 +183,8 @@ async def execute(
                 events=events,
                 control=control,
                 displays=displays,
-                account=account or Account(),
+                # No other run can use the job's own engine, so its rows are not charged.
+                account=None if engine is None else account or Account(),
             )
             return await run.send_and_report()
 
@@ -256,12 +257,12 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
         rows_held=work.rows_of_others,
         was_empty=True,
     )
-    exit_code, reason = verdict_of(end)
+    verdict = verdict_of(end)
     if not report.rows_left:
         drop_copies(run_dir, is_done=True)
         write_limits(run_dir, job)
     simulated = isinstance(job.engine, SimulatedEngine)
-    report = replace(report, exit_code=exit_code, reason=reason, simulated=simulated)
+    report = replace(report, **verdict._asdict(), simulated=simulated)
     if not prepared.joins:
         values = report.as_dict()
         # The report of the last attempt with work has measured rates and times, which are 0 in this report.
@@ -298,8 +299,8 @@ class Run:
     events: EventLog
     control: Control
     displays: Sequence[Display]
-    account: Account
-    """Account that pays for the rows."""
+    account: Account | None
+    """Account that pays for the rows; None if no other run can use the engine."""
     began: float = field(default_factory=time.monotonic)
     """Time at which the attempt began, on the monotonic clock."""
 
@@ -328,7 +329,12 @@ class Run:
             # If the disk is full, the report is lost but the results are not.
             with contextlib.suppress(StorageError):
                 sending.show_end(time.monotonic())
-                self.events.write("end", exit_code=report.exit_code, reason=report.reason)
+                self.events.write(
+                    "end",
+                    exit_code=report.exit_code,
+                    reason=report.reason,
+                    next_step=report.next_step,
+                )
                 save_report(self.prepared.run_dir, report.as_dict())
         if end.failure is not None:
             end.failure.report = report
@@ -349,7 +355,8 @@ class Run:
         )
         model_task = await asyncio.to_thread(lambda: prepared.model_task)
         prompt_bytes = work.order.computed_bytes(caches_prefixes=info.caches_prefixes)
-        self.account.expect_prompts((prompt_bytes or 0) / BYTES_PER_TOKEN)
+        if self.account is not None:
+            self.account.expect_prompts((prompt_bytes or 0) / BYTES_PER_TOKEN)
         return await self.engine.load_control(
             prepared.job,
             self.events,
@@ -534,13 +541,12 @@ class Run:
                 held, unheld = work.rows.held_elsewhere()
         # If rows of this worker remain, only these are reported as remaining.
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
-        exit_code, reason = self._verdict(report, end, held=held, unheld=unheld)
+        verdict = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:
             report = self._counted_on_disk(report)
         return replace(
             report,
-            exit_code=exit_code,
-            reason=reason,
+            **verdict._asdict(),
             wall_s=round(wall_s, 3),
             wall_s_all_starts=round(union_s(earlier) + wall_s, 3),
             starts=len(earlier) + 1,
@@ -573,7 +579,9 @@ class Run:
         rows that nobody will do.
         """
         control = self.control
-        stop = None if control.reason is None else RunVerdict(control.exit_code, control.reason)
+        stop = None
+        if control.reason is not None:
+            stop = RunVerdict(control.exit_code, control.reason, control.next_step)
         run_end = RunEnd(
             rows_total=report.rows_total,
             rows_failed=report.rows_failed,

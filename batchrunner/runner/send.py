@@ -114,7 +114,8 @@ class OutcomeSink:
         if self._sent >= FEWEST_SENT and self._failed / all_sent > self.most_failed_share:
             self.control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
-                "correct the causes below, and run again with --retry-failed"
+                "correct the causes below, and run again with --retry-failed",
+                next_step="",
             )
 
     async def _parsed(self, outcome: Outcome, completion: Completion, functions: HookPool) -> Outcome:
@@ -213,7 +214,7 @@ class Sending:
         - `estimated_row_s`: the seconds per row that `batchrun estimate` predicted; None without an estimate.
         - `adaptation`: tunes the servers' flags during the run; None if the flags stay.
         - `corpora`: gives servers earlier answers for n-gram speculation.
-        - `account`: the owner's account to which the rows are charged, for a run of `batchrun serve`.
+        - `account`: the account to which the rows are charged; None if no other run can use the engine.
 
         Raises CannotTokenizeError if the job needs client-side tokenization that is not possible.
         """

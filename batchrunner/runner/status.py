@@ -12,13 +12,14 @@ from pyroaring import BitMap64
 from batchrunner.core.console import counted, duration, tell
 from batchrunner.core.errors import BatchrunError
 from batchrunner.output.counts import Failures
-from batchrunner.output.events import last_reason, last_sample
+from batchrunner.output.events import last_end, last_sample
 from batchrunner.output.liveness import holders_of, is_recent, starting_of
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import holds_run, read_run_json, require_run_json
 from batchrunner.output.samples import LoggedSample
-from batchrunner.report.report import GO_ON, cause_lines, says_next_step
+from batchrunner.report.report import cause_lines
+from batchrunner.report.verdict import GO_ON
 from batchrunner.runner.leases import Leases
 from batchrunner.runner.progress import LINE_EVERY_S, sample_line
 
@@ -67,6 +68,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     rows_reused: int
     failures: list[dict[str, object]]
     reason: str | None
+    next_step: str
     output_tokens: int
     finished: bool
     rows_per_s: float
@@ -116,6 +118,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     time_left_s = None
     if expected_rows_per_s and total is not None:
         time_left_s = (total - on_disk) / expected_rows_per_s
+    end = {} if running else last_end(run_dir.events)
     return RunStatus(
         path=run_dir.name,
         running=", ".join(running) or None,
@@ -127,7 +130,8 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
         rows_cut=sum(task.rows_cut for task in tasks),
         rows_reused=sum(done.counts.reused for done in stored),
         failures=sum((done.counts.failures for done in stored), start=Failures()).summary(),
-        reason=None if running else last_reason(run_dir.events),
+        reason=end.get("reason") or None,
+        next_step=end.get("next_step", GO_ON),
         output_tokens=sum(task.output_tokens for task in tasks),
         finished=facts is not None and not running and on_disk >= facts["rows_total"],
         rows_per_s=sum(sample.rows_per_s for sample in current_samples),
@@ -175,7 +179,7 @@ def status_lines(state: RunStatus) -> list[str]:
     if len(state.tasks) > 1 and state.time_left_s is not None:
         lines.append(f"together: {state.rows_per_s:,.1f} rows/s, {duration(state.time_left_s)} left")
     if not state.running:
-        lines.append("finished" if state.finished else _how_to_go_on(state.reason))
+        lines.append("finished" if state.finished else _how_to_go_on(state))
     return lines
 
 
@@ -208,11 +212,11 @@ def _worker_lines(state: RunStatus) -> list[str]:
     return lines
 
 
-def _how_to_go_on(reason: str | None) -> str:
+def _how_to_go_on(state: RunStatus) -> str:
     """Return a line with the reason for which a run stopped, if that is known, and with the next step."""
-    if reason and says_next_step(reason):
-        return f"not running: {reason}"
-    return f"not running{f' ({reason})' if reason else ''}: {GO_ON} to go on"
+    if not state.next_step:
+        return f"not running: {state.reason}"
+    return f"not running{f' ({state.reason})' if state.reason else ''}: {state.next_step}"
 
 
 def _task_lines(task: TaskStatus, held: int) -> list[str]:

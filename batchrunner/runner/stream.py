@@ -24,6 +24,7 @@ from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.loop_thread import LoopThread
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, Request, RowRef
+from batchrunner.dispatch.sharing import Account
 from batchrunner.input.dataset import RowBatch, carried_of
 from batchrunner.input.parquet_copy import fitted, normalized
 from batchrunner.input.render import Renderer
@@ -506,6 +507,7 @@ async def send_stream(
                 displays=displays,
                 began=began,
                 functions=rows.functions,
+                account=Account(),
             )
             try:
                 await sending.send()

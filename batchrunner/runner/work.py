@@ -179,6 +179,7 @@ def plan_failed_rows(job: Job) -> None:
     """Plan the retries of failed rows before the workers of a shared run start. Raises BatchrunError."""
     from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
+    # Join as a worker, only long enough to write the plan.
     prepared = prepare(job, new_task())
     start = StartOptions(join=True, retry_failed=True)
     with contextlib.ExitStack() as stack:

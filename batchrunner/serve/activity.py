@@ -28,7 +28,7 @@ class LoadPoint(NamedTuple):
 
 
 class Activity:
-    """The newest state of each run of a batch, and points of the engine's load. Memory is bounded."""
+    """The latest state of each running batch, and a bounded series of samples of the engine's load."""
 
     def __init__(self) -> None:
         """Begin without runs and without load."""

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from batchrunner.runner.run import execute
 from batchrunner.runner.shared_engine import SharedEngine
 from batchrunner.serve.activity import Activity
 from batchrunner.serve.api_errors import RATE_LIMIT
-from batchrunner.serve.owners import Owners, queued_requests
+from batchrunner.serve.owners import Owners
 from batchrunner.serve.state import BATCHES, FILES, OWNER, Record, State, now
 
 log = logging.getLogger(__name__)
@@ -142,6 +142,10 @@ class Batches:
         control.stop(CANCELLED)
         await self._state.save(BATCHES, batch, status="cancelling", cancelling_at=now())
 
+    async def engine_answers(self) -> bool:
+        """Tell whether a server of the engine answers now."""
+        return await self._engine.engine.answers()
+
     async def drain(self) -> None:
         """Stop sending, and wait up to 15 s for the requests in flight.
 
@@ -183,7 +187,9 @@ class Batches:
         try:
             if batch["in_progress_at"] is None:
                 async with self._whole_file_of[_owner_of(batch)], self._whole_file:
-                    await asyncio.to_thread(self._validate, batch)
+                    unfinished = self._state.unfinished_batches(_owner_of(batch))
+                    other_batches = [each for each in unfinished if each is not batch]
+                    await asyncio.to_thread(self._validate, batch, other_batches)
                 # A batch that is being cancelled keeps the status `cancelling`.
                 changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
                 await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
@@ -246,20 +252,18 @@ class Batches:
         run = self._state.path_of(BATCHES, batch["id"])
         return job_of_batch(str(requests), str(run), **self._options)
 
-    def _validate(self, batch: Record) -> None:
+    def _validate(self, batch: Record, other_batches: Sequence[Record]) -> None:
         """Raise InputError if the file has no requests, or a request is not for the batch's endpoint.
 
-        Raises BatchFileError for lines with unusable custom_ids. With any other fault, only the line itself
-        fails.
+        Raises BatchFileError for lines with unusable custom_ids, and TooManyRequestsError for more requests
+        than the owner may have beside those of its `other_batches`. With any other fault, only the line
+        itself fails.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows
-        queued = sum(map(queued_requests, self._state.unfinished_batches(_owner_of(batch))))
-        limit = self._owners.may_queue(_owner_of(batch), total + queued)
-        if limit is not None:
-            raise TooManyRequestsError(
-                f"the batch has {total} requests and {queued} are queued, but your limit is {limit}"
-            )
+        excess = self._owners.excess_of_queue(_owner_of(batch), other_batches, new=total)
+        if excess is not None:
+            raise TooManyRequestsError(excess)
         endpoint = batch["endpoint"]
         other_urls = (
             LineFault(number, "invalid_url", f"line {number}: its url is not the batch's {endpoint}")

@@ -4,11 +4,13 @@ An owner is an entry of the file of `--keys`. A server without this file has one
 No key is logged, written or returned. Keys are compared by their SHA-256.
 """
 
+import asyncio
 import hashlib
 import hmac
 import json
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -141,9 +143,14 @@ class Owners:
         """Tokens of this day as they were last read or saved, by name of the owner."""
 
     @property
-    def are_several(self) -> bool:
-        """Whether the server has a file of keys."""
+    def has_key_file(self) -> bool:
+        """Whether the server has a file of keys, so that files and batches have owners."""
         return self._keys is not None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the owners; only the empty one on a server without a file of keys."""
+        return [owner.name for owner in self._owners]
 
     @property
     def count(self) -> int:
@@ -177,14 +184,14 @@ class Owners:
 
     def part_of(self, owner: Owner) -> float:
         """Return the fraction of the disk and of the number of files that an owner may use, from 0 to 1."""
-        return owner.share / sum(each.share for each in self._owners) if self.are_several else 1.0
+        return owner.share / sum(each.share for each in self._owners) if self.has_key_file else 1.0
 
     def account_of(self, name: str) -> Account:
         """Return the account that pays for the batches of an owner.
 
         Without several owners, each batch has an account of its own, so that batches have equal shares.
         """
-        if not self.are_several:
+        if not self.has_key_file:
             return Account()
         # An account is made at its first use. `read_again` changes it when the file of keys changes.
         if name not in self._accounts:
@@ -198,21 +205,22 @@ class Owners:
         """Count calls of an owner; raises ApiError if there are too many a second.
 
         This is a token bucket: the number of available calls grows by CALLS_A_SECOND each second, up to
-        MOST_CALLS_AT_ONCE, and each call uses up one. The number may become negative, because a call is
-        refused only if it is negative before.
+        MOST_CALLS_AT_ONCE, and each call uses up one. A call is refused if none is available. The number may
+        become negative, because a call for a long list counts as several.
         """
         if owner.admin:
             return
         now = time.monotonic()
         available, computed_at = self._calls.get(owner.name, (MOST_CALLS_AT_ONCE, now))
         available = min(MOST_CALLS_AT_ONCE, available + (now - computed_at) * CALLS_A_SECOND)
-        if available < 0:
+        if available <= 0:
             raise ApiError(429, "Too many calls a second.", code=RATE_LIMIT, retry_after_s=1)
         self._calls[owner.name] = available - calls, now
 
     def check_limits(self, owner: Owner, batches: list[Record]) -> None:
         """Raise ApiError if an owner, who has these unfinished batches, may not create a further batch."""
-        if self.are_several and self.account_of(owner.name).is_paused:
+        self._start_day()
+        if self.has_key_file and self.account_of(owner.name).is_paused:
             raise ApiError(
                 429,
                 f"You used all of your {owner.max_tokens_per_day} tokens of this day (UTC).",
@@ -220,33 +228,52 @@ class Owners:
                 # The number of tokens is reset at midnight (UTC).
                 retry_after_s=DAY_S - int(time.time()) % DAY_S,
             )
-        limits = (
-            (owner.max_batches, len(batches), "unfinished batches"),
-            (owner.max_queued_requests, sum(map(queued_requests, batches)), "queued requests"),
-        )
-        for limit, count, what in limits:
-            if limit is not None and count >= limit:
-                message = f"You have {count} {what}, and your limit is {limit}."
-                raise ApiError(429, message, code=RATE_LIMIT, retry_after_s=RETRY_AFTER_S)
+        # The number of requests is not known before the file is validated, but a batch has at least one.
+        excess = self.excess_of_queue(owner.name, batches, new=1)
+        if owner.max_batches is not None and len(batches) >= owner.max_batches:
+            excess = f"You have {len(batches)} unfinished batches, and your limit is {owner.max_batches}."
+        if excess is not None:
+            raise ApiError(429, excess, code=RATE_LIMIT, retry_after_s=RETRY_AFTER_S)
 
-    def may_queue(self, name: str, requests: int) -> int | None:
-        """Return the owner's limit of queued requests if `requests` exceed it; None if they are allowed."""
+    def excess_of_queue(self, name: str, batches: Iterable[Record], *, new: int) -> str | None:
+        """Return a sentence if `new` requests exceed an owner's limit of queued requests, else None.
+
+        `batches` are the owner's other unfinished batches.
+        """
         limits = (owner.max_queued_requests for owner in self._owners if owner.name == name)
         limit = next(limits, None)
-        return limit if limit is not None and requests > limit else None
+        queued = sum(map(queued_requests, batches))
+        if limit is None or queued + new <= limit:
+            return None
+        return f"You have {queued} queued requests, and a batch of {new} is too many: your limit is {limit}."
 
-    def save_usage(self) -> None:
-        """Save how many tokens each owner has used today; on a new day, count from 0. Raises StorageError."""
-        if not self.are_several:
+    def tokens_of_day(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the tokens that owners have used on this day, and their limits; both empty without keys."""
+        self._start_day()
+        used = {**self._tokens, **{name: account.tokens for name, account in self._accounts.items()}}
+        limits = {
+            owner.name: owner.max_tokens_per_day
+            for owner in self._owners
+            if owner.max_tokens_per_day is not None
+        }
+        return used, limits
+
+    async def save_usage(self) -> None:
+        """Save how many tokens each owner has used today. Raises StorageError."""
+        if not self.has_key_file:
             return
+        self._start_day()
+        # Only owners with a batch since the server's start have an account. The others keep their number.
+        self._tokens |= {name: account.tokens for name, account in self._accounts.items()}
+        await asyncio.to_thread(write_json, self._usage, {"day": self._day, "tokens": {**self._tokens}})
+
+    def _start_day(self) -> None:
+        """Set the used tokens of all owners to 0 if the day has changed."""
         today = _today()
         if today != self._day:
             self._day, self._tokens = today, {}
             for account in self._accounts.values():
                 account.tokens = 0
-        # Only owners with a batch since the server's start have an account. The others keep their number.
-        self._tokens |= {name: account.tokens for name, account in self._accounts.items()}
-        write_json(self._usage, {"day": self._day, "tokens": self._tokens})
 
 
 def queued_requests(batch: Record) -> int:

@@ -42,9 +42,9 @@ API_KEY_VARIABLE = "BATCHRUN_API_KEY"
 """Environment variable with the API key that clients must send."""
 LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no API key."""
-OPEN_PATHS = {"/", "/health"}
-"""Paths that need no API key: the page, which has no data itself, and the health, because health checks of
-load balancers and orchestrators have no key."""
+OPEN_PATHS = {"/", "/health", "/ready"}
+"""Paths that need no API key: the page, which has no data itself, and the two for health checks of load
+balancers and orchestrators, which have no key."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
@@ -67,7 +67,7 @@ class Api:
         """Accept batches for `endpoints`, and `most_files` files of at most `most_bytes` bytes."""
         self._owners = owners
         self._records = Records(state, owners, batches.info.model)
-        self._metrics = MetricsApi(state)
+        self._metrics = MetricsApi(state=state, batches=batches, owners=owners)
         self._page = PageApi(state=state, batches=batches, owners=owners, endpoints=endpoints)
         self._files = FilesApi(
             state=state, owners=owners, records=self._records, most_bytes=most_bytes, most_files=most_files
@@ -84,10 +84,12 @@ class Api:
     def application(self) -> web.Application:
         """Return the application with all its routes."""
         app = web.Application(middlewares=[self._reply])
+        app.on_response_prepare.append(self._metrics.count_response)
         records = "/v1/{kind:files|batches|models}"
         handlers: list[tuple[str, str, Any]] = [
             ("GET", "/", self._page.page),
             ("GET", "/health", self._metrics.health),
+            ("GET", "/ready", self._metrics.ready),
             ("GET", "/metrics", self._metrics.metrics),
             ("POST", "/v1/files", self._files.upload),
             ("DELETE", "/v1/{kind:files}/{id}", self._files.delete),
@@ -186,7 +188,7 @@ async def _sweep_until(stop_event: asyncio.Event, state: State, owners: Owners) 
     while not stop_event.is_set():
         try:
             await state.delete_expired()
-            await asyncio.to_thread(owners.save_usage)
+            await owners.save_usage()
         except StorageError as failure:
             log.warning("%s; the next try is in %g s", failure, SWEEP_S)
         with contextlib.suppress(TimeoutError):
@@ -225,7 +227,7 @@ async def serve(
             stack.enter_context(hold_task(RunDir(directory), directory=directory))
             state = State(directory)
         owners = Owners(keys, key, usage=directory / USAGE)
-        stack.callback(owners.save_usage)
+        stack.push_async_callback(owners.save_usage)
 
         def handle(number: signal.Signals) -> None:
             # SIGHUP reads the file of keys again. Every other signal, and a SIGHUP without such a file, ends

@@ -13,6 +13,7 @@ The server makes all names on the disk. A name from a client is only looked up a
 import asyncio
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -87,6 +88,13 @@ class State:
     def path_of(self, kind: str, name: str) -> Path:
         """Return the path of a file's content, or of a batch's run."""
         return self._directory / kind / name
+
+    def look(self) -> int:
+        """Read a name of each directory of records; return the free bytes of the disk. Raises OSError."""
+        for kind in (FILES, BATCHES):
+            with os.scandir(self._directory / kind) as names:
+                next(names, None)
+        return shutil.disk_usage(self._directory).free
 
     def unfinished_batches(self, owner: str | None = None) -> list[Record]:
         """Return the batches without a final status, the oldest first: those of an owner, or all."""

@@ -272,8 +272,8 @@ NextValues = Callable[[Server], Sequence[Any]]
 def _bolder(server: Server) -> list[float]:
     """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests.
 
-    The first is the value of the guides, or a value below theirs if the flag has the guides' value already.
-    The second is SGLang's default, which only helps a flag above the default.
+    The first is the value of SGLang's tuning guides, or a lower value if the flag has that value already. The
+    second is SGLang's default, which is lower only if the flag is above the default.
     """
     name = "schedule-conservativeness"
     present = server.now(name) or NORMAL

@@ -33,7 +33,8 @@ class Memo(msgspec.Struct):
     kind: Literal["safer", "step", "trial"]
     """Kind of the content: safer flags after a death, a step of tuning during a run, or a tuning trial."""
     about: str
-    """Digest or name of the memo's subject; empty if the whole file has one subject."""
+    """Digest or name of the model and machine, or of the job, to which the content applies; empty if the
+    whole file is about one of them."""
     content: msgspec.Raw
 
 

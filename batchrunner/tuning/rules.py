@@ -447,7 +447,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="shared-prefixes",
-        sign="10-60% of the prompt tokens come from the prefix cache, in ≥ 50 prompts",
+        sign="10-60% of the prompt tokens come from the prefix cache, over at least 50 prompts",
         judge=setup_rules.shared_prefixes,
         effect="common prefixes are computed once",
         other="the runner's order of rows; `--schedule-policy lpm` for other clients with queues under 128",

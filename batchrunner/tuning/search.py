@@ -314,7 +314,7 @@ class Search:
     def _verdict(
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag, best_speeds: Sequence[float]
     ) -> tuple[bool, str] | None:
-        """Return whether a challenger is better, and why; None as long as that is undecided."""
+        """Return whether `setting` is better than the best setting, and why; None while that is undecided."""
         newest, best = setting.newest, self.best.newest
         # The first cases are clear without a comparison of speeds.
         if newest.ended == "died":

@@ -358,7 +358,7 @@ FLAG_SIGNS = {
     "speculates": "each step guesses a fixed number of tokens",
     "split-experts": "each expert is split over several GPUs",
     "kv-copies": "several GPUs keep the same KV cache",
-    "layout": "the GPUs could hold more or fewer replicas",
+    "layout": "another number of replicas would fit the GPUs",
     "wide-numbers": "weights or KV cache have 16-bit numbers",
     "repeated": "outputs repeat text of earlier outputs",
     "small-prefills": "decoding stops often for small prefill passes",

@@ -490,6 +490,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     for target in (batch.requests, batch.results):
         same = batch.do("--errors", target)
         assert (same.exit_code, "give different files" in same.stderr) == (2, True)
+        assert f"{target}: requests, results and errors need" in same.stderr
     assert batch.do("--fresh").exit_code == 0
     assert len(lines_of(batch.results)) == 1
 

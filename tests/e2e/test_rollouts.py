@@ -620,7 +620,8 @@ def test_turns_go_before_new_rows_and_where_their_prefix_is(tmp_path: Path) -> N
         homes = [{prompt.split(" turn")[0] for prompt in each.prompts} for each in (one, two)]
         assert min(len(one.sent), len(two.sent)) > 200
         assert len(homes[0] & homes[1]) <= 40  # of 200: rows that an idle replica has taken
-    assert max(json.loads(row["returned"])["most"] for row in results_of(job)) < 120
+    # New rows take the slots of rows that are busy between two turns, so a slow machine opens more of them.
+    assert max(json.loads(row["returned"])["most"] for row in results_of(job)) < 180
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGINT]])

@@ -105,13 +105,13 @@ def test_apptainer(tmp_path: Path) -> None:
 
 
 def test_kubernetes(tmp_path: Path) -> None:
-    """The Job, the JobSet, and the Jobs in it have the fields that the API's schemas know."""
+    """The Job, the JobSet, the Jobs in it, and the files of serve have the fields that the schemas know."""
     python = environment("kubernetes-validate==1.37.0")
     job = file_of("kubernetes", tmp_path, "job.k8s.yaml")
     found = yaml.safe_load(file_of("kubernetes", tmp_path, "jobset.k8s.yaml").read_text())
     schema = json.loads((ROOT / "tests" / "support" / "jobset.schema.json").read_text())
     jsonschema_rs.validate(schema, found)
-    files = [job]
+    files = [job, ROOT / "docs" / "deploy" / "batchrun-serve.yaml"]
     for each in found["spec"]["replicatedJobs"]:
         files.append(tmp_path / f"{each['name']}.yaml")
         inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": each["name"]}}

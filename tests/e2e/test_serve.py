@@ -215,7 +215,7 @@ def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
         assert client.batches.list(limit=1).has_more
         eventually(lambda: len([*(tmp_path / "state" / "batches").iterdir()]) == 2)  # the runs are gone
         told = server.client.get("/../metrics", cast_to=str)
-        assert 'batchrunner_batches{status="completed"} 2' in told
+        assert 'batchrunner_serve_batches{owner="",status="completed"} 2.0' in told
         assert server.kill(signal.SIGTERM) == 0
         server.start()
 
@@ -485,7 +485,7 @@ def test_who_may_call(tmp_path: Path) -> None:
             assert (host, status(server, "/v1/files", Host=host)) == (host, 403)
     with serving(tmp_path / "two", *FAST, key="secret-key") as server:
         assert [*server.client.files.list()] == []
-        assert status(server, "/health") == 200
+        assert status(server, "/health") == status(server, "/ready") == 200
         for path in ("/v1/files", "/metrics", "/v1/batches/x", "/v1/activity"):
             assert status(server, path) == 401
             assert status(server, path, Authorization="Bearer wrong") == 401

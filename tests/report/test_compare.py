@@ -1,5 +1,6 @@
 """`batchrun report RUN RUN …`: figures, settings and answers of several runs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,27 @@ def test_answers_that_cannot_be_compared(tmp_path: Path, server: FakeSGLang) -> 
     assert [run["rows_total"] for run in compared["runs"]] == [10, 10, 7]
     told = batchrun("report", first, tmp_path / "nothing")
     assert (told.exit_code, "not a run's output path" in told.stderr) == (2, True), told.stderr
+
+
+def test_rows_with_several_results(tmp_path: Path, server: FakeSGLang) -> None:
+    """A row of several rollouts counts as one row, whatever the number of its results in each run."""
+
+    def rollout_of(results: int) -> Callable[..., Any]:
+        async def solve(row: dict[str, Any], generate: Any) -> list[dict[str, int]]:
+            await generate(f"row {row['id']}")
+            return [{"number": number} for number in range(results)]
+
+        return solve
+
+    runs = []
+    for name, results in (("first", 3), ("second", 2)):
+        server.script = lambda sent, name=name: says(sent, name if sent.row in {1, 2} else "alike")  # type: ignore[misc]
+        runs.append(tmp_path / name)
+        prompt = {"rollout": rollout_of(results)}
+        batchrunner.run(job_of(tmp_path, server, prompt=prompt, output={"path": str(runs[-1])}))
+    (answers,) = printed("report", *runs)["answers"]
+    assert [answers[name] for name in ("rows", "same", "different")] == [10, 8, 2]
+    assert answers["examples"] == [
+        {"row": 1, "first": "first", "second": "second"},
+        {"row": 2, "first": "first", "second": "second"},
+    ]

@@ -10,6 +10,11 @@ import pytest
 from aiohttp import web
 
 import batchrunner
+from batchrunner.core.errors import OutputError
+from batchrunner.output.objects import RunObjects
+from batchrunner.output.run_dir import look_at_run
+from batchrunner.report.report import report_of_all
+from batchrunner.report.upload import upload
 from tests.conftest import INSTANT, batchrun, job_of, merged_table, started_python
 from tests.support.server_thread import ServerThread
 from tests.support.store_server import StoreBucket
@@ -95,6 +100,33 @@ def test_results_in_a_store(run: Path, store_bucket: StoreBucket) -> None:
     assert (refused.exit_code, f"{uri}: is not empty: give --force" in refused.stderr) == (2, True)
     assert batchrun("merge", run, uri, "--force").exit_code == 0
     assert store_bucket.keys() == ["answers/README.md", "answers/data/merged-000000.parquet"]
+
+
+def test_no_card_of_other_data(run: Path, store_bucket: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While --force replaces data, and after it has failed, no card stands beside data of another run."""
+    uri = f"{store_bucket.uri}/answers"
+    assert batchrun("merge", run, uri).exit_code == 0
+    store_bucket.put("answers/data/old.parquet", b"old")
+    keys: list[tuple[str, list[str]]] = []
+    put = RunObjects.put
+
+    def watched_put(objects: RunObjects, name: str, content: bytes | Path) -> str:
+        keys.append((name, store_bucket.keys()))
+        if len(keys) == 1:
+            raise OSError("the connection broke")
+        return put(objects, name, content)
+
+    monkeypatch.setattr(RunObjects, "put", watched_put)
+    run_dir, report = look_at_run(run), report_of_all(run)
+    with pytest.raises(OutputError, match="the connection broke"):
+        upload(run_dir, report, uri, force=True)
+    assert store_bucket.keys() == ["answers/data/merged-000000.parquet", "answers/data/old.parquet"]
+    upload(run_dir, report, uri, force=True)
+    data = "answers/data/merged-000000.parquet"
+    assert keys[1:] == [
+        ("data/merged-000000.parquet", [data, "answers/data/old.parquet"]),
+        ("README.md", [data]),
+    ]
 
 
 def test_results_on_the_hub(run: Path) -> None:

@@ -1,5 +1,6 @@
 """What an owner may do on a server with several owners."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_a_flood_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 return count
         return 1000
 
-    assert allowed() == MOST_CALLS_AT_ONCE + 1
+    assert allowed() == MOST_CALLS_AT_ONCE
     with pytest.raises(ApiError) as refused:
         owners.count_call(anna)
     assert (refused.value.status_code, refused.value.headers["Retry-After"]) == (429, "1")
@@ -46,11 +47,41 @@ def test_tokens_are_those_of_this_day(tmp_path: Path, monkeypatch: pytest.Monkey
     """The tokens that were used outlive the server, and end with the day."""
     owners = owners_of(tmp_path)
     owners.account_of("anna").tokens = 70
-    owners.save_usage()
+    asyncio.run(owners.save_usage())
     again = owners_of(tmp_path)
     assert again.account_of("anna").tokens == 70
     monkeypatch.setattr("batchrunner.serve.owners._today", lambda: "2999-01-01")
-    again.save_usage()
+    asyncio.run(again.save_usage())
     assert again.account_of("anna").tokens == 0
     assert json.loads((tmp_path / "usage.json").read_text())["day"] == "2999-01-01"
     assert owners_of(tmp_path).account_of("anna").tokens == 0
+
+
+def test_a_new_day_begins_at_midnight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner who used all tokens of a day may create a batch in the first moment of the next day."""
+    owners = owners_of(tmp_path)
+    anna, account = owners.owner_of("sk-anna"), owners.account_of("anna")
+    assert anna is not None
+    account.most_tokens = account.tokens = 10
+    with pytest.raises(ApiError, match="Too Many Requests"):
+        owners.check_limits(anna, [])
+    monkeypatch.setattr("batchrunner.serve.owners._today", lambda: "2999-01-01")
+    owners.check_limits(anna, [])
+    assert account.tokens == 0
+
+
+def test_the_limit_of_queued_requests(tmp_path: Path) -> None:
+    """The call that creates a batch and the validation of its file decide by the same limit."""
+    owners = owners_of(tmp_path)
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {name: anna, key: sk-anna, max_queued_requests: 5}\n")
+    owners.read_again()
+    anna = owners.owner_of("sk-anna")
+    assert anna is not None
+    batches = [{"request_counts": {"total": 6, "completed": 1, "failed": 1}}]
+    owners.check_limits(anna, batches)
+    assert owners.excess_of_queue("anna", batches, new=1) is None
+    excess = owners.excess_of_queue("anna", batches, new=2)
+    assert excess == "You have 4 queued requests, and a batch of 2 is too many: your limit is 5."
+    with pytest.raises(ApiError):
+        owners.check_limits(anna, [*batches, {"request_counts": {"total": 1, "completed": 0, "failed": 0}}])

@@ -377,6 +377,12 @@ class HttpEngine(Engine):
                 loads += server_loads
         return loads
 
+    async def answers(self) -> bool:
+        """Tell whether a replica answers within 2 s, with any reply."""
+        assert self._question_session is not None
+        statuses = [ServerStatus(self._question_session, endpoint.address) for endpoint in self.serving]
+        return any(await asyncio.gather(*(status.is_alive() for status in statuses)))
+
     async def _loads_of(self, url: str) -> list[SchedulerLoad] | None:
         """Return the loads of a server's schedulers; empty if it reports none, None if it does not answer."""
         assert self._question_session is not None
@@ -636,7 +642,8 @@ class HttpEngine(Engine):
             abort=self._abort,
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
-        # A proxy or server that does not stream sends one JSON reply.
+        # None means that the stream was read into `results`. A proxy or server that does not stream sends one
+        # JSON reply.
         if answer is not None and answer.is_json:
             return replies.completion_of(request, answer.content)
         if answer is not None:

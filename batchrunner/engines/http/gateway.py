@@ -680,7 +680,7 @@ class ThroughGateway(HttpEngine):
             return None
 
     async def close(self) -> None:
-        """End a search for keys, and close all connections."""
+        """End a search for routing keys, and close all connections."""
         if self._key_search is not None:
             self._key_search.cancel()
             await asyncio.gather(self._key_search, return_exceptions=True)

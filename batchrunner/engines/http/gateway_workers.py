@@ -164,8 +164,17 @@ _read_loads = msgspec.json.Decoder(_GatewayLoads)
 _read_worker = msgspec.json.Decoder(GatewayWorker)
 
 
+def _sum_if_all_known(limits: Sequence[int | None]) -> int | None:
+    """Return the sum of limits; None if one of them is None or 0, which means that it is not reported."""
+    known = [limit for limit in limits if limit]
+    return sum(known) if len(known) == len(limits) else None
+
+
 def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
-    """Add up loads. The token usage is the largest one, and a limit is None if any load lacks it."""
+    """Add up loads. The token usage is the largest one.
+
+    A limit is None if any load lacks it. Used tokens are the sum over the loads that report them.
+    """
     running_limits = [load.max_running_requests for load in loads]
     token_limits = [load.max_total_num_tokens for load in loads]
     used_tokens = [load.num_used_tokens for load in loads if load.num_used_tokens is not None]
@@ -174,8 +183,8 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
         num_waiting_reqs=sum(load.num_waiting_reqs for load in loads),
         token_usage=max(load.token_usage for load in loads),
         num_used_tokens=sum(used_tokens) if used_tokens else None,
-        max_total_num_tokens=sum(filter(None, token_limits)) if all(token_limits) else None,
-        max_running_requests=sum(filter(None, running_limits)) if all(running_limits) else None,
+        max_total_num_tokens=_sum_if_all_known(token_limits),
+        max_running_requests=_sum_if_all_known(running_limits),
         reported_at=[load.reported_at for load in loads],
     )
 

@@ -70,8 +70,8 @@ def _networks_in(no_proxy: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Ne
 ENDED_BY_PROXY = {408, 502, 504, 524}
 """HTTP statuses with which a proxy ends a request that the server may still compute."""
 LEAST_AGE_S = 5.0
-"""Minimum age in seconds of an ended request that counts. The age of a shorter request was not the cause of
-its end."""
+"""Requests that ended at a lower age in seconds are ignored, because they were too young to have reached the
+time limit of a proxy."""
 SAME_AGE_S = 1.0
 """Two requests count as equally old if their ages differ by at most this many seconds."""
 SAME_SHARE = 0.05
@@ -124,7 +124,7 @@ class ProxyLimit:
         shortest, longest = min(self._ages), max(self._ages)
         # A limit ends all requests at the same age, and no answer arrives at a higher age.
         are_equal = longest - shortest <= _tolerance(longest)
-        if are_equal and len(self._ages) == REQUESTS and not self._outlived(longest):
+        if are_equal and len(self._ages) == REQUESTS and not self._outlived(shortest):
             self.limit_s = shortest
         return self.limit_s is not None
 

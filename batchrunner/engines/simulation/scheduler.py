@@ -139,7 +139,7 @@ class SimulatedRequest:
     """Number of leading tokens of the sample's context that the prefix cache owns."""
     filled_tokens: int = 0
     """Number of tokens of the sample's context that are computed, while the prompt is prefilled in chunks."""
-    joined: int = 0
+    output_offset: int = 0
     """The sample's number of outputs when it began to decode, minus the scheduler's count of decode passes at
     that time. The sum of this and the present count is the present number of outputs."""
 
@@ -265,8 +265,8 @@ class Scheduler:
     """One SGLang scheduler: submit samples, call `step`, read the counts.
 
     A decode pass gives each running sample one token. So a sample's number of outputs is the number of all
-    decode passes plus a constant of the sample, `joined`. A pass in which no sample enters or leaves need not
-    touch the samples: it only changes the number of passes.
+    decode passes plus a constant of the sample, `output_offset`. A pass in which no sample enters or leaves
+    need not touch the samples: it only changes the number of passes.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -350,7 +350,7 @@ class Scheduler:
 
     def outputs_of(self, sample: SimulatedRequest) -> int:
         """Return the number of tokens that a running sample has generated."""
-        return sample.joined + self._passes
+        return sample.output_offset + self._passes
 
     def context_of(self, sample: SimulatedRequest) -> int:
         """Return the number of pool tokens of a running sample: its context without the last output."""
@@ -365,7 +365,7 @@ class Scheduler:
         clip, passes = self.config.clip_tokens, self._passes
         estimated = fixed = 0
         for sample in self.decoding:
-            tokens = sample.asked_tokens - sample.joined - passes
+            tokens = sample.asked_tokens - sample.output_offset - passes
             if tokens > clip:  # noqa: PLR1730 - min() takes twice as long, for each sample in each pass
                 tokens = clip
             if sample.ignore_eos:
@@ -513,8 +513,8 @@ class Scheduler:
                 self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
             else:
-                sample.joined = sample.outputs - self._passes
-                self.decoding[sample] = sample.target_tokens - sample.joined
+                sample.output_offset = sample.outputs - self._passes
+                self.decoding[sample] = sample.target_tokens - sample.output_offset
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
             # A sample has ended, or its prompt is unfinished, so it does not decode. SGLang treats this as a
@@ -609,8 +609,8 @@ class Scheduler:
         first, then the youngest. Its context is freed, and it goes to the end of the queue, with its outputs.
         If a single sample does not fit, it is aborted. Return the aborted samples.
         """
-        # The last sample is retracted first. `joined` orders the samples by their numbers of outputs.
-        running = sorted(self.decoding, key=lambda sample: (-sample.joined, sample.prompt_tokens))
+        # The last sample is retracted first. The sample with the largest offset has the most outputs.
+        running = sorted(self.decoding, key=lambda sample: (-sample.output_offset, sample.prompt_tokens))
         while len(running) > 1:
             sample = running.pop()
             self.pool.release(sample, self._leave(sample), keep=False)

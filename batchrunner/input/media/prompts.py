@@ -110,7 +110,7 @@ class FileColumn:
         )
 
     def _pages(self, row_pages: Any) -> str:
-        """Return the pages of a PDF document as a text; empty for other files.
+        """Return which pages of a PDF document are sent, such as `1-3,7`; empty for other files.
 
         `row_pages` is the value of the column with pages, if the job has such a column.
         """
@@ -346,7 +346,10 @@ def _conversation(
 
 
 def _put_first(messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: list[PromptFile]) -> None:
-    """Put files at the start of the first user message, or of the first message if the user has none."""
+    """Put files at the start of the first user message, or of the first message if the user has none.
+
+    `placed` receives the files in the order in which they stand in the prompt.
+    """
     target = next((message for message in messages if message["role"] == _USER), messages[0])
     content = target.get("content") or []
     if isinstance(content, str):

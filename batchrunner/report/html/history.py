@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from msgspec import UNSET
 
 from batchrunner.output.samples import LoggedSample, sample_of
+from batchrunner.report.verdict import GO_ON
 
 MOST_CELLS = 600
 """Maximum number of cells into which the time of a run is divided."""
@@ -54,6 +55,8 @@ class AttemptLoad:
     """Time of the last event."""
     reason: str | None = None
     """Reason why the attempt ended; None if it was killed, or is running."""
+    next_step: str = GO_ON
+    """What to do about rows that remain; empty if the reason says it."""
     cells: dict[int, Cell] = field(default_factory=dict)
     """Cells by number. The number is the time divided by the width of a cell, rounded down."""
     retractions: int = 0
@@ -108,7 +111,8 @@ class WorkerHistory:
             self._add_sample(sample)
         match event["event"]:
             case "end":
-                self.attempts[-1].reason = _short(event.get("reason"))
+                attempt = self.attempts[-1]
+                attempt.reason, attempt.next_step = _short(event.get("reason")), event.get("next_step", "")
             case "order":
                 self.order = event
             case "tokenize":

@@ -23,8 +23,7 @@ from batchrunner.report.html.charts import load_charts, number
 from batchrunner.report.html.history import Timeline, WorkerHistory, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
 from batchrunner.report.html.style import page_style, source_hash
-from batchrunner.report.report import GO_ON, says_next_step
-from batchrunner.report.verdict import max_failed_rows_of, too_many_failed
+from batchrunner.report.verdict import GO_ON, max_failed_rows_of, too_many_failed
 from batchrunner.tuning.advise import advise_run
 from batchrunner.tuning.signals import Corner
 
@@ -147,7 +146,8 @@ def _state(
         reason = last_attempt.reason if last_attempt else None
         if not reason:
             reason = "the run's log has no end, because the run was killed or its machine failed"
-        step = "" if says_next_step(reason) else f" {GO_ON[0].upper()}{GO_ON[1:]} to resume."
+        next_step = last_attempt.next_step if last_attempt else GO_ON
+        step = f" {next_step[0].upper()}{next_step[1:]}." if next_step else ""
         return "warn", "not finished", f"{reason[0].upper()}{reason[1:]}.{step}"
     if failed_rows:
         return "bad", "done, with failed rows", f"{failed_rows}."

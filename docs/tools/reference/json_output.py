@@ -51,6 +51,7 @@ STATUS = {
     "rows_on_disk": "Finished rows that are durable, including failed ones.",
     "output_tokens": "Generated tokens, including rejected answers.",
     "reason": "Why the last start ended; null while the run works, and after a kill.",
+    "next_step": "What to do to go on; empty if `reason` says it.",
     "finished": "Whether all rows are on disk and no process works on the run.",
     "rows_per_s": "Rows per second, over all live workers.",
     "time_left_s": "Predicted seconds to the end; null while unknown.",

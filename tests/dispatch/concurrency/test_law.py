@@ -256,6 +256,14 @@ def test_noise_fills_no_pool() -> None:
     assert 900 <= scheduler.controller.window <= 1050
 
 
+def test_retractions_count_after_their_total_has_fallen() -> None:
+    """A total that was shared among schedulers falls once another scheduler reports; then its own counts."""
+    law = Controller("s", 100, BAND, most=1000, now=0.0)
+    for now, retractions in ((0.0, 0), (1.0, 8), (400.0, 0), (401.0, 4)):
+        law.sample(now, Reading(100, 50, 150, 0, 0.95, retractions))
+    assert law.is_overfull
+
+
 @pytest.mark.parametrize("running", [100, 1000])
 @pytest.mark.parametrize(("a_minute", "overfull"), [(0.5, False), (1, False), (20, True)])
 def test_retractions_count_by_the_minute(running: int, a_minute: float, *, overfull: bool) -> None:

@@ -77,20 +77,33 @@ def test_before_the_first_report() -> None:
 class GatewayInVirtualTime:
     """Two simulated workers behind a gateway, which reads their loads from time to time.
 
-    A row is under way for about `transit_s` to the worker, and its answer for as long back.
+    A row is under way for about `transit_s` to the worker, and its answer for as long back. Without reports
+    (`report_every_s` is None), the workers' own gauges are read.
     """
 
-    def __init__(self, *, rows: int, transit_s: float, report_every_s: float) -> None:
-        config = SchedulerConfig(max_running=32, max_total_tokens=40_000)
+    def __init__(
+        self,
+        *,
+        rows: int,
+        transit_s: float,
+        report_every_s: float | None,
+        pool: tuple[int, int] = (32, 40_000),
+        prompt_tokens: int = 60,
+        outputs: tuple[int, int] = (8, 24),
+        fixed: int | None = None,
+    ) -> None:
+        """`pool` is max_running_requests and max_total_tokens of a worker; `fixed` a window for both."""
+        config = SchedulerConfig(*pool)
         cost = CostModel(base_s=0.03, sample_s=0.0005, kv_token_s=0.0, prefill_token_s=1e-4)
         self.workers = {url: Replica(config, cost, url, url) for url in ("a", "b")}
         self._rows, self._unsent = rows, rows
+        self._prompt_tokens, self._outputs = prompt_tokens, outputs
         self._transit_s, self._report_every_s = transit_s, report_every_s
         self._luck = random.Random(1)
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, str, SimulatedRequest, bool]] = []
         info = EngineInfo(kind="gateway", model="m", routes=tuple(self.workers))
-        self._limits = ConcurrencyLimits(info, QueueBand(), tokens_a_row(24), most=10**6)
+        self._limits = ConcurrencyLimits(info, QueueBand(), tokens_a_row(outputs[1]), most=10**6, fixed=fixed)
         self._estimates = {url: LoadEstimate() for url in self.workers}
         self._reports = dict.fromkeys(self.workers, WorkerLoad(max_running_requests=32))
         self._routes = Routes()
@@ -107,7 +120,7 @@ class GatewayInVirtualTime:
             if self.now < next_poll_s:
                 continue
             next_poll_s += 0.25
-            if self.now >= next_report_s:
+            if self._report_every_s is not None and self.now >= next_report_s:
                 next_report_s += self._report_every_s
                 self._report()
             self._poll(self.now)
@@ -127,14 +140,18 @@ class GatewayInVirtualTime:
                 continue
             answers += 1
             self._routes.release_slot(self._routes[url])
-            self._routes[url].ended.add(Completion([], [], [sample.outputs], 60, 0, 0))
+            self._routes[url].ended.add(
+                Completion([], [], [sample.outputs], self._prompt_tokens, 0, sample.retractions)
+            )
         return answers
 
     def _send(self) -> None:
         while self._unsent and (route := self._routes.acquire_slot(self.now)) is not None:
             self._unsent -= 1
-            outputs = self._luck.randint(8, 24)
-            self._send_on(route.url, SimulatedRequest(60, outputs, outputs), is_answer=False)
+            sample = SimulatedRequest(
+                self._prompt_tokens, self._luck.randint(*self._outputs), self._outputs[1]
+            )
+            self._send_on(route.url, sample, is_answer=False)
 
     def _send_on(self, url: str, sample: SimulatedRequest, *, is_answer: bool) -> None:
         arrives_at = self.now + self._transit_s * self._luck.uniform(0.5, 1.5)
@@ -145,19 +162,19 @@ class GatewayInVirtualTime:
             self._reports[url] = reported(worker.load.running, worker.load.queue, limit=32, at=str(self.now))
 
     def _poll(self, now: float) -> None:
-        loads = []
-        for url, estimate in self._estimates.items():
-            in_flight = self._routes.open(url).in_flight
+        for limit in self._limits.routes:  # before all else, since routes count the limits' ended rows
+            limit.in_flight = self._routes.open(limit.url, limit.ended).in_flight
+        loads = [] if self._report_every_s else [worker.load for worker in self.workers.values()]
+        for url, estimate in self._estimates.items() if self._report_every_s else ():
+            in_flight = self._routes[url].in_flight
             estimate.observe(self._reports[url], in_flight)
             loads.append(estimate.now(in_flight, scheduler=url, route=url, now=now))
-        for limit in self._limits.routes:
-            limit.in_flight = self._routes[limit.url].in_flight
         if self._limits.schedulers:
             self._limits.observe(loads, now, unsent=self._unsent)
         else:
             self._limits.begin(loads, now, unsent=self._unsent)
         for limit in self._limits.routes:
-            self._routes.open(limit.url, limit.ended).window = self._limits.window_of(limit)
+            self._routes[limit.url].window = self._limits.window_of(limit)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +188,27 @@ def test_the_queue_stays_in_its_band(transit_s: float, report_every_s: float) ->
     band = QueueBand().scaled(32)
     share = sum(band.low <= queue <= band.high for queue in steady) / len(steady)
     assert share >= 0.95
+
+
+@pytest.mark.parametrize("transit_s", [0.0, 0.5, 1.0])
+def test_a_small_pool_stays_full_although_rows_are_under_way(transit_s: float) -> None:
+    """At 0.95 of the best fixed window, with a pool of about 30 requests and the workers' own gauges."""
+
+    def seconds(fixed: int | None) -> float:
+        gateway = GatewayInVirtualTime(
+            rows=600,
+            transit_s=transit_s,
+            report_every_s=None,
+            pool=(64, 12_000),
+            prompt_tokens=200,
+            outputs=(100, 300),
+            fixed=fixed,
+        )
+        for _ in gateway.queues():
+            pass
+        return gateway.now
+
+    assert seconds(None) <= min(seconds(2 * 32), seconds(2 * 64)) / 0.95
 
 
 def listed(weights_gb: float | None, at: str) -> GatewayWorker:

@@ -50,3 +50,9 @@ def test_longer_answers() -> None:
     assert not limit.ended(100.0, 110.0)
     limit.answered(90.0)
     assert limit.limit_s is None
+
+
+def test_a_limit_is_not_disproved_by_an_earlier_answer() -> None:
+    """Ages of 60 to 62.5 s would be a limit of 60 s, which an answer after 64 s has outlived already."""
+    assert learned([(0.0, 60.0), (10.0, 71.0), (20.0, 82.5)], answered_s=64.0) is None
+    assert learned([(0.0, 60.0), (10.0, 71.0), (20.0, 82.5)], answered_s=62.0) == LIMIT_S
