@@ -107,7 +107,7 @@ class HookPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()  # Its end also ends the wait of the pool's thread for an answer.
-        self._threads.shutdown()
+        self._threads.shutdown()  # Wait for the threads, because `process.close` must not run beside them.
         for process in processes:
             process.close()
 

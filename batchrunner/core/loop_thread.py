@@ -39,6 +39,7 @@ class LoopWork(Generic[T]):
         """Completes when the coroutine has ended, with a BatchrunError if it was cancelled."""
         self.result.set_running_or_notify_cancel()  # Nobody can cancel a running future.
         loop.call_soon_threadsafe(self._begin, work)
+        # STOP completes if this thread works for a coroutine of the program that was cancelled.
         if (stop := STOP.get()) is not None:
             stop.add_done_callback(lambda _: self.cancel())
 

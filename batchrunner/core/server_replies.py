@@ -72,7 +72,10 @@ def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
 
 
 def _repaired(content: bytes) -> bytes:
-    """Return the JSON in the form that `strict_json` describes, or unchanged if it cannot be repaired."""
+    """Return JSON with substitutes for the values that strict JSON does not allow, such as NaN.
+
+    `strict_json` describes the substitutes. Content that cannot be repaired is returned unchanged.
+    """
     # Unlike orjson, `json` reads NaN, numbers of any size, and half surrogate pairs.
     try:
         value = json.loads(

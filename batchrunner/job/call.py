@@ -83,7 +83,7 @@ class LibraryCall:
             prompt = {"user" if self.task == GENERATE else "text": prompt}
         elif not isinstance(prompt, Mapping):
             prompt = {"python": prompt}
-        if self.own_rows:
+        if self.own_rows:  # The rows come from the program, so their files may lie in any folder.
             prompt = {name: _anywhere(name, value) for name, value in prompt.items()}
         tree: dict[str, Any] = {
             "task": self.task,
@@ -99,6 +99,7 @@ class LibraryCall:
             "limits": self.limits or {},
         }
         task_fields = TASKS[self.task].takes if self.task in TASKS else ()
+        # The name of an option is the last part of a field's name: `softmax` sets `output.softmax`.
         fields_by_option = {field.rpartition(".")[2]: field for field in task_fields}
         for option, value in (self.task_options or {}).items():
             if option not in fields_by_option:

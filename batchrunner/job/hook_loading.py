@@ -138,7 +138,8 @@ async def _solve(
 ) -> list[dict[str, Any]]:
     """Run the function of a rollout, and return the values of each row that the function returned.
 
-    Raises UnusableValueError if the result cannot be converted.
+    The function may return one row, a list of rows, or None for no row. Raises UnusableValueError if the
+    result cannot be converted.
     """
     value = await function(*args)
     # A NamedTuple, which has `_fields`, is a single row although it is a tuple.

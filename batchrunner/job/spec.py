@@ -292,6 +292,8 @@ class Job(Spec):
         task_class = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
         option_names = {field.name for field in dataclasses.fields(task_class)}
         options: dict[str, Any] = {}
+        # `takes` names fields of the job. The last part of the name of a field, such as `softmax` in
+        # `output.softmax`, is the name of the task's option.
         for field_name in task_class.takes:
             value = attrgetter(field_name)(self)
             option = field_name.rpartition(".")[2]

@@ -573,6 +573,7 @@ class EmbedTask(ForwardTask):
             )
         if self.normalize:
             norm = math.hypot(*vector)
+            # The numbers of a vector that is already normalized stay as the engine returned them.
             if abs(norm - 1) > NORM_TOLERANCE:
                 vector = array("f", [number / norm for number in vector])
         if self.dtype == "float32":
@@ -603,10 +604,10 @@ class VectorLength:
     ) -> list[Completion | RequestError]:
         """Return the results, with an AttemptFailedError in place of each vector of unexpected length.
 
-        Vectors of this call count for the expected length, too. With `output.dimensions` nothing is learned,
-        because `EmbedTask.stored` has checked the length.
+        The expected length is the most frequent length of the vectors so far, those of this call included.
         """
         task = requests[0].task
+        # With `output.dimensions`, `EmbedTask.stored` has already checked the length of each vector.
         if not isinstance(task, EmbedTask) or task.dimensions is not None:
             return [*results]
         lengths: list[int | None] = []
@@ -626,7 +627,10 @@ class VectorLength:
         return checked
 
     def _learn(self, requests: Sequence[Request], lengths: Sequence[int | None]) -> None:
-        """Set the expected length to the most frequent length so far, unless the expected length is final."""
+        """Set the expected length to the most frequent length so far, unless it is confirmed already.
+
+        Each of `lengths` is that of the vector of the request, or None if the request has no vector.
+        """
         for request, length in zip(requests, lengths, strict=True):
             if length is not None and not self._is_confirmed:
                 self._rows_by_length[length].add(request.ref.row)
@@ -635,7 +639,7 @@ class VectorLength:
 
     @property
     def _is_confirmed(self) -> bool:
-        """Whether two rows have vectors of the expected length, which makes it final."""
+        """Whether the expected length is final, because the vectors of two rows have this length."""
         return self._length is not None and len(self._rows_by_length[self._length]) > 1
 
 

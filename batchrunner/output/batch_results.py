@@ -180,7 +180,7 @@ def _result_line(row: dict[str, Any], digest: str) -> dict[str, Any]:
     if row["error"] is not None:
         status, body, error = _failure(row)
     elif body is not None:
-        body = orjson.Fragment(body)
+        body = orjson.Fragment(body)  # The body is JSON already, and is copied as it is.
     response = {"status_code": status, "request_id": f"req_{number}", "body": body}
     return {
         "id": f"batch_req_{number}",

@@ -44,7 +44,10 @@ class Beacon:
     """The beacon of this worker. Its methods may be called from several threads."""
 
     def __init__(self, directory: Path, task: str, token: str, store: Store) -> None:
-        """Create no file yet. `directory` contains the leases; `token` is `TaskLock.token` of the worker."""
+        """Prepare the beacon; `light` creates its file, whose name shows the last heartbeat.
+
+        `directory` contains the leases. `token` is the token by which the lock of the task names this worker.
+        """
         self._directory = directory
         self._prefix = f"alive.{task}.{token}"
         self._store = store
@@ -54,9 +57,10 @@ class Beacon:
         self._path: Path | None = None
         """Current path of the beacon; None while there is none."""
         self._turn = threading.Lock()
+        """Held while a thread creates, renames or deletes the file."""
 
     def light(self) -> None:
-        """Create the beacon, unless there is one. Raises OSError."""
+        """Create the file of the beacon, unless it exists. Raises OSError if it cannot be created."""
         with self._turn:
             if self._path is None:
                 path = self._next_path()
@@ -64,7 +68,11 @@ class Beacon:
                 self._path = path
 
     def beat(self) -> None:
-        """Rename the beacon if there is one. Raises OSError, also if another worker has removed it."""
+        """Rename the file of the beacon, which shows the other workers that this worker runs.
+
+        Do nothing if there is no beacon. Raises OSError if the file cannot be renamed, for example because
+        another worker has removed it.
+        """
         with self._turn:
             if self._path is not None:
                 path = self._next_path()
@@ -107,11 +115,16 @@ class _Sighting:
         return cls(token=token, seconds=seconds, seen_at=now, beat_at=now, offset=now - seconds)
 
     def move(self, seconds: int, *, now: float, looked_at: float) -> None:
-        """Record a newer name. `looked_at` is the time of the listing before, which had the old name."""
+        """Record a newer name, and estimate the time of the heartbeat that gave the beacon this name.
+
+        `seconds` is the time in the new name, by the worker's clock. `now` is the time of the listing with
+        the new name, and `looked_at` that of the listing before, both by the observer's clock.
+        """
         # The offset is the difference between two clocks, plus the delay until a listing showed the
         # heartbeat. The smaller of the last two offsets has the smaller delay. Older ones do not count,
         # because clocks drift and a virtual machine may have been suspended.
         offset = now - seconds
+        # The heartbeat came after the listing before, which still had the old name.
         self.beat_at = max(looked_at, min(offset, self.offset) + seconds)
         self.seconds, self.seen_at, self.offset, self.has_moved = seconds, now, offset, True
 
@@ -157,7 +170,10 @@ class BeaconWatch:
         return self._owners[task]
 
     def seconds_to_verdict(self) -> float:
-        """Return the seconds until the next silent worker counts as dead; infinity if none is silent."""
+        """Return the seconds until the next silent worker counts as dead; infinity if none is silent.
+
+        A worker is silent if it is not clear whether it runs (`_runs` has None for it).
+        """
         now = time.monotonic()
         times = [
             sighting.beat_at + SILENCE_S - now
@@ -192,6 +208,7 @@ class BeaconWatch:
         self._runs = {
             task: True if self._is_fresh(sighting) else None for task, sighting in self._sightings.items()
         }
+        # Reading `owner` costs a request, so only the workers that were silent the longest are judged.
         by_silence = sorted(self._sightings, key=lambda task: self._sightings[task].beat_at)
         for task in by_silence[:OWNERS_READ]:
             self._runs[task] = self._judge(task, self._sightings[task])
@@ -214,7 +231,8 @@ class BeaconWatch:
         self._owners[task] = content
         holder = parse_holder(content)
         if holder is not None and holder.token != sighting.token:
-            return self._poll_owner(task)  # another worker takes over, and may die, too
+            # Another process takes over the lock of this worker, and may die, too.
+            return self._poll_owner(task)
         return judge_holder(
             holder,
             self._me,

@@ -44,7 +44,11 @@ class Buckets:
             release_unused()
 
     def _partition(self) -> None:
-        """Append the buffered rows to the files of their buckets."""
+        """Append the buffered rows to the files of their buckets, and empty the buffer.
+
+        The column to sort by decides the bucket of a row: bucket i holds numbers below `ends[i]`, but not
+        below `ends[i - 1]`.
+        """
         if not self._buffer:
             return
         # Sorting makes the rows of each bucket consecutive, so that one slice has all of them.
@@ -54,6 +58,7 @@ class Buckets:
         start = 0
         while start < table.num_rows:
             bucket = bisect_right(self.ends, numbers[start].as_py())
+            # `end` is the index of the first row that belongs to a later bucket.
             end = bisect_left(numbers, self.ends[bucket], start, key=lambda number: number.as_py())
             self._append(bucket, table.slice(start, end - start))
             start = end

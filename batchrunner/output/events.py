@@ -191,9 +191,11 @@ def uploading_logs(run_dir: RunDir) -> Iterator[None]:
 
 
 def _upload_logs(run_dir: RunDir, uploads: dict[Path, tuple[int, float]], *, at_end: bool = False) -> None:
-    """Upload the logs that have changed since their last upload, but none faster than UPLOADED_PER_S.
+    """Upload the logs that have changed since their last upload.
 
-    `uploads` has the last upload of each log and is updated. With `at_end`, the rate is not limited.
+    Each upload sends the whole log. So a larger log is uploaded less often: on average, a log sends at most
+    UPLOADED_PER_S bytes per second. With `at_end`, this rate is not limited. `uploads` has the size and the
+    time of the last upload of each log, and is updated.
     """
     for path in (run_dir.events, *sorted(run_dir.log_directory.glob("*.log"))):
         with contextlib.suppress(FileNotFoundError):

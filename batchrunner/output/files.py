@@ -181,7 +181,9 @@ def scratch_directory(prefix: str) -> tuple[Path, Callable[[], None]]:
     that killed processes left behind can be told from others, and are deleted.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # the directory of another user, of a running process, or gone
+        # An OSError means that the directory belongs to another user or to a running process, or is gone.
+        with contextlib.suppress(OSError):
+            # The process of a younger directory may not have locked it yet.
             if time.time() - path.stat().st_mtime > YOUNG_S:
                 _delete_if_abandoned(path)
     directory = Path(tempfile.mkdtemp(prefix=prefix))
@@ -197,7 +199,7 @@ def scratch_directory(prefix: str) -> tuple[Path, Callable[[], None]]:
 
 
 def _delete_if_abandoned(directory: Path) -> None:
-    """Delete a scratch directory that no process has locked. Raises OSError."""
+    """Delete a scratch directory. Raises OSError if its process holds the lock, or if it cannot be opened."""
     lock = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +223,8 @@ def _bytes_of_files(directory: Path, pattern: str) -> int:
     """Return the total size in bytes of the files that match a pattern."""
     size = 0
     for file in directory.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):  # The other process may have just renamed the file.
+        # Another process that writes the file may have renamed it since the listing.
+        with contextlib.suppress(FileNotFoundError):
             size += file.stat().st_size
     return size
 

@@ -199,6 +199,7 @@ def in_order(
             return
         if kinds is not None:
             table = with_returned(table, kinds)
+        # The counts in the metadata are those of one part file, so they do not fit this table.
         yield with_counts(table, None)
 
 
@@ -251,6 +252,7 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     if "row" not in table.schema.names:
         raise KeyError("a part lacks the column 'row'")
     table = table.select([name for name in schema.names if name in table.schema.names])
+    # Joining the table to an empty one with the whole schema adds the missing columns.
     return pa.concat_tables([pa.Table.from_batches([], schema), table], promote_options="default")
 
 

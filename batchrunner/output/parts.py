@@ -36,6 +36,7 @@ class Journal:
     """Writer of a new journal. Each method may raise OSError, and may be called again after that."""
 
     def __init__(self, path: Path) -> None:
+        """Create the journal. A file that an earlier failed call left at `path` is overwritten."""
         self.path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         self._end = 0  # The size in bytes of the complete frames on disk.
@@ -127,6 +128,7 @@ def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], l
                 counts = sum_of([counts_in(table.schema) for table in remaining])
                 rows = with_counts(pa.concat_tables(remaining).sort_by("row"), counts)
                 pq.write_table(rows, temporary, compression="zstd", row_group_size=1 << 17)
+                # The end of this block publishes the file, which only the holder of the lock may do.
                 lock.verify()
             break
         except FileExistsError:
@@ -172,6 +174,7 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     lock.verify()
     for torn_part in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn_part.unlink(missing_ok=True)
+    # `verify` precedes each deletion, because a task that was lost meanwhile belongs to another process.
     for path in run_dir.journals(predecessor.token if predecessor else None):
         if tables := list(read_journal(path)):
             make_directory(run_dir.parts)

@@ -98,7 +98,11 @@ def read_done(run_dir: RunDir) -> DoneRows:
 
 
 def done_by_all(run_dir: RunDir) -> DoneRows:
-    """Return the rows that all tasks of a run together have done; raises as `read_done`."""
+    """Return the rows that all tasks of a run together have done.
+
+    Raises ResumeError if a part file is damaged, StorageError if the disk cannot read one, and OutputError if
+    the results cannot be fetched from the run's store.
+    """
     run_dir.bring_results()
     done = DoneRows()
     for task in run_dir.all_tasks():

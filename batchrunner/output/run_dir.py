@@ -61,7 +61,7 @@ class RunDir:
     """
 
     def __init__(self, path: str | Path, task: str = MAIN_TASK, store: Store = LOCAL) -> None:
-        """`path` is the directory on this machine; its files are published in `store`."""
+        """Name the paths of a run. `path` is its directory on this machine; `store` publishes its files."""
         self._path_in_job = str(path)
         self.path = Path(path).expanduser()
         self.task = task
@@ -304,7 +304,7 @@ def _with_copy(
             # A live process on this machine, perhaps this process, writes to the working copy. So the copy
             # must not be deleted or overwritten, and it is newer than the objects in the store.
             return run_dir
-        if _is_outdated(run_dir, objects):
+        if _is_outdated(run_dir, objects):  # The copy is of an older run that was deleted from the store.
             shutil.rmtree(root)
         make_directory(root)
         place = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}

@@ -50,8 +50,8 @@ class Store:
     uri = ""
     """URI of the run; "" for a run on a file system."""
     input_place: Path | None = None
-    """The run's directory in the store as `bucket/key`, like the paths of input files in a store; None for a
-    run on a file system."""
+    """The run's place in the store as `bucket/key`, which is also the form of input paths in a store; None
+    for a run on a file system."""
 
     def check_sharing(self) -> None:
         """Raise JobError if several tasks cannot share a run in this store. Leave nothing behind."""
@@ -159,6 +159,7 @@ class ObjectStore(Store):
         """
         self.objects: RunObjects = objects
         self.uri = str(objects.address)
+        # Paths of input files in a store have this form, too, so that both can be compared.
         self.input_place = Path(objects.address.bucket, objects.address.key)
         self._root = root
         self._copies = copies
@@ -205,7 +206,11 @@ class ObjectStore(Store):
         self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:
-        """Return the journals of the worker that held the task last, from this machine's copy."""
+        """Return the journals on this machine that the last holder of a task has written, oldest first.
+
+        A journal is never in the store, only in the working copy of its task. `last` is the token of the last
+        holder; by default it is read from the store.
+        """
         task = task_directory.name
         journals = sorted((self._copies / task / "tasks" / task).glob("journal-*"))
         if journals and last is None:
@@ -277,7 +282,10 @@ class ObjectStore(Store):
         self._note(self._name(path), self.objects.put(self._name(path), path))
 
     def publish_directory(self, directory: Path) -> None:
-        """Delete `_SUCCESS`, write the new objects, delete outdated objects, and write `_SUCCESS` again."""
+        """Delete `_SUCCESS`, write the new objects, delete outdated objects, and write `_SUCCESS` again.
+
+        Readers take the directory for complete while the object `_SUCCESS` exists.
+        """
         prefix = f"{self._name(directory)}/"
         mark = f"{prefix}_SUCCESS"
         self.objects.delete([mark])

@@ -177,7 +177,7 @@ class FileTaskLock(TaskLock):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`directory` is the directory of the task."""
+        """Prepare the lock of the task whose directory is `directory`; `acquire` then acquires it."""
         super().__init__(str(directory), me, clock=clock, sleep=sleep)
         self._directory = directory
         self._owner = directory / OWNER
@@ -215,8 +215,9 @@ class FileTaskLock(TaskLock):
             raise
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Remove the `owner` of a dead holder by a rename, in which only one process succeeds. Return False.
+        """Remove the `owner` of a dead holder by a rename, in which only one process succeeds.
 
+        Always return False: `acquire` then tries again to create `owner`, for which all processes compete.
         A slow process may by mistake rename the `owner` of a new holder. It then finds other content in the
         file, and restores it.
         """
@@ -261,7 +262,8 @@ class FileTaskLock(TaskLock):
         with contextlib.suppress(OSError, TaskLockLostError):
             self.verify()
             if self.is_abandoned:
-                # Overwrite the file in place, because a full disk has no room for a new file.
+                # Overwrite the file in place, because a full disk has no room for a new file. The new content
+                # is padded to the length of the old content, so that nothing of the old remains.
                 content = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
                 _overwrite(self._owner, content.ljust(self._owner.stat().st_size))
             else:
@@ -330,7 +332,8 @@ class StoreTaskLock(TaskLock):
         content, e_tag = self._objects.read(self._name) or (None, None)
         if content != dead_owner:
             return False
-        self._e_tag = e_tag  # `_write` replaces `owner` only if it still has this e_tag.
+        # `_write` replaces `owner` only if it still has this e_tag. Otherwise `_write` sets `_e_tag` to None.
+        self._e_tag = e_tag
         self._write(self._me)
         self.predecessor = parse_holder(dead_owner)
         return self._e_tag is not None
@@ -341,7 +344,10 @@ class StoreTaskLock(TaskLock):
         )
 
     def beat(self) -> None:
-        """Rewrite the object, unless another process has replaced us. Raises OSError."""
+        """Rewrite the object `owner` with a higher counter, unless another process has replaced us.
+
+        The change shows that this process runs. Raises OSError if the store does not answer.
+        """
         with self._writing:
             self._me = replace(self._me, beats=self._me.beats + 1)
             self._write(self._me)

@@ -66,10 +66,12 @@ class TurnStore:
     def load(self, lease: Lease) -> None:
         """Read the stored answers of the rows of a lease. Blocks. Raises StorageError."""
         if not lease.turn and self._run_dir.task != MAIN_TASK:
-            return  # This task is the first that holds the lease, so there are no answers.
+            # No other task has held this lease, so there are no answers. The main task, whose run is not
+            # shared, may have written answers in an earlier attempt.
+            return
         segments = self._run_dir.tasks.glob(f"*/{SEGMENT}*")
-        # Later segments have higher numbers, even if another task has written them. In this order, a null
-        # removes only answers from before it.
+        # Later segments have higher numbers, even if another task has written them. A null in the column
+        # `turn` removes the answers that were written before it, so the order matters.
         for path in sorted(segments, key=lambda path: path.name):
             self._next_number = max(self._next_number, 1 + int(path.name.split("-")[1]))
             # The worker that wrote this segment may delete the file while it is being read.
@@ -82,7 +84,10 @@ class TurnStore:
                             self._recovered[row].append(turn)
 
     def take(self, ref: RowRef) -> dict[TurnKey, Outcome]:
-        """Return the stored answers of a row, and forget them."""
+        """Return the stored answers of a row by request, and forget them.
+
+        The key of an answer is the digest of its request, and the number of equal requests before it.
+        """
         answers = {}
         for turn in self._recovered.pop(ref.row, ()):
             digest, number, attempts, error, values = json.loads(turn)

@@ -136,6 +136,8 @@ class ResultWriter:
         self._changed.set()
         try:
             if self._writing is not None:
+                # Without `shield`, a cancellation of `close` would also cancel the task, in place of the code
+                # below.
                 await asyncio.shield(self._writing)
             await self._wait_for_part()
         finally:
@@ -229,6 +231,7 @@ class ResultWriter:
         # `publish` skips numbers that another attempt has used, so the next part file may need a higher
         # number.
         self._part.number = max(self._part.number, part.number + 1)
+        # `committed` tells the run which rows are in a part file now. It may fail and be called again.
         await self.disk.write(part.path, functools.partial(self.committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
