@@ -58,7 +58,10 @@ def format_of(path: str) -> FileFormat:
 
 
 def is_special(path: Path) -> bool:
-    """Tell whether an existing path is a device, a pipe or a socket; raises OSError."""
+    """Tell whether an existing path is a device, a pipe or a socket.
+
+    Raises OSError if the path cannot be examined.
+    """
     return not path.is_file() and not path.is_dir()
 
 

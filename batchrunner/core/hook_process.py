@@ -42,8 +42,9 @@ class HookProcess:
     def __init__(self, setup: WorkerSetup, step_descriptor: int | None = None) -> None:
         """Start the process. It loads the functions once `facts` has sent it the setup.
 
-        `step_descriptor` is the file descriptor of the step memory, see `rollout_worker`. A process with step
-        memory runs rollouts, a process without step memory plain calls.
+        `step_descriptor` is the file descriptor of the step memory, in which the process records the running
+        step of a rollout (STEP_BYTES). A process with step memory runs rollouts, a process without it plain
+        calls.
         """
         self._setup = setup
         self.is_fit = True

@@ -117,7 +117,7 @@ class WorkerSetup(NamedTuple):
 
     load: Callable[[], tuple[Sequence[HookFacts], Sequence[Callable[..., Any]]]]
     """Loads the functions. Returns their properties, and the functions themselves, which may raise
-    UnusableValueError. Raises HookLoadError."""
+    UnusableValueError. Raises HookLoadError if a function cannot be loaded."""
     names: str
     """Names of the functions, for messages."""
     directories: tuple[str, ...]

@@ -45,7 +45,7 @@ def main(descriptor: int, step_descriptor: int | None) -> None:
         try:
             facts, functions = setup.load()
         except HookLoadError as failure:
-            channel.send(str(failure))  # In place of the facts, the run gets the reason of the failure.
+            channel.send(str(failure))  # The run gets this text in place of the properties of the functions.
             return
         _limit_memory(setup.memory_bytes)  # Memory that the imports took does not count for the limit.
         channel.send(facts)
@@ -115,7 +115,7 @@ def _raise_call_too_long(*_: object) -> None:
 
 
 def _leave_stop_signals_to_the_run() -> None:
-    """Ignore the signals that stop a run in this process, but not in the child processes of a function."""
+    """Ignore the signals that stop a run, but not in child processes that the user's functions start."""
 
     def restore_in_child() -> None:
         for number in STOP_SIGNALS:

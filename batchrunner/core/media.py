@@ -20,7 +20,7 @@ class MediaKind(NamedTuple):
     media_type: str
     """Media type in data URLs. SGLang does not read the media type, only the content."""
     field: str
-    """Field of the job's `prompt` that names the columns of such files."""
+    """Field of the job's `prompt` that names the columns with files of this kind."""
     usual_bytes: int
     """Assumed size in bytes of a file that has not been read yet. It limits the memory of files that are read
     ahead."""

@@ -34,7 +34,7 @@ _ROLLOUT = 1
 
 
 def step_memory(descriptor: int) -> memoryview[float]:
-    """Return the step memory behind a file descriptor as two doubles.
+    """Return the step memory (see STEP_BYTES) behind a file descriptor as two doubles.
 
     A memoryview reads and writes each double as a whole; `struct` would do so byte by byte.
     """
@@ -133,7 +133,10 @@ def run_rollouts(
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Event loop that records, in memory shared with the run, which rollout is in a step and since when."""
+    """Event loop that records which rollout is running a step, and when the step began.
+
+    The record is in the step memory, which this process shares with the main process (STEP_BYTES).
+    """
 
     def __init__(self, steps: memoryview[float]) -> None:
         self._steps = steps
@@ -146,7 +149,10 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_soon(self._call, callback, args, context=context)
 
     def _call(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Call a function, and record the start time and the rollout of this step in step memory."""
+        """Call a function as one step; record its start time and its rollout for the main process.
+
+        The record is in the step memory, which both processes share.
+        """
         self._steps[_STARTED] = time.monotonic()
         self._steps[_ROLLOUT] = _CURRENT.get()
         try:
@@ -248,7 +254,7 @@ async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], desc
             context.run(_CURRENT.set, number)  # `_Loop` finds the rollout of a step in the task's context.
             task = asyncio.create_task(rollout.run(rollout_function, value), context=context)
             running[number] = rollout, task
-            # The callback passes the task as the default value of `pop`.
+            # The loop calls `running.pop(number, task)`, in which the task is only the default value.
             task.add_done_callback(partial(running.pop, number))
         elif number in running:  # A frame for a rollout that has just ended is ignored.
             rollout, task = running[number]

@@ -36,8 +36,8 @@ LOWEST = -sys.float_info.max
 REPLACEMENT = "\ufffd"
 """Character that replaces half a surrogate pair in a reply, because UTF-8 cannot encode half a pair."""
 _MOST_DIGITS = 300
-"""Maximum number of characters of an integer that is parsed as an integer. It fits into a double, because a
-double holds integers of up to 309 digits."""
+"""Maximum number of characters of an integer in JSON that is parsed as an integer. Such an integer fits into
+a double, because a double holds integers of up to 309 digits."""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 """Matches half a surrogate pair."""
 Value = TypeVar("Value")

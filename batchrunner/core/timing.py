@@ -96,7 +96,8 @@ class Timing:
     """Minimum length of the steady period that a trial of `batchrun tune` measures, so that the trial has
     many polls."""
     trial_judged: float = 5.0
-    """Minimum length of the steady period before a trial may end early as slower than the best trial."""
+    """Minimum length of a trial's steady period, before the trial may end early because it is slower than the
+    best trial."""
 
 
 TIMING = Timing()

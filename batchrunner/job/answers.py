@@ -66,6 +66,7 @@ class AnswerPlan:
     @property
     def asks(self) -> AskedColumns | None:
         """Columns that each request asks the engine for; None if there are none."""
+        # In a run of rollouts, `asked` has the columns of each answer, and `columns` those of the whole row.
         names = {*self.columns} if self.asked is None else {*self.asked}
         # These two columns are made from the answer itself, so the engine need not return them.
         names -= {PARSED, RESPONSE}

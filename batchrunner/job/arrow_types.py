@@ -30,8 +30,8 @@ PLAIN_TYPES: dict[str, pa.DataType] = {
 _NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
 """Names of plain kinds by Arrow's names.
 
-The kinds `string`, `json` and `null` have the same Arrow type. Because of the reversed order, the entry of
-`string`, the first of them, is written last and stays.
+The kinds `string`, `json` and `null` have the same Arrow type, whose name must be `string` here. `string` is
+the first of them in PLAIN_TYPES. In reversed order it is therefore the last, and replaces the others.
 """
 _KINDS_OF_SCALARS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
 """Kinds by the scalar types of JSON Schema."""
@@ -112,7 +112,8 @@ class _SchemaReader:
 
     def _of_choices(self, choices: Any, schema: dict[str, Any]) -> ColumnKind:
         """Return the kind that holds the values of all choices of an `anyOf`, `oneOf` or `allOf`."""
-        # Properties beside the choices would have to be added to each choice.
+        # Properties beside the choices would have to be added to each choice. Such schemas are rare, so their
+        # values are stored as JSON.
         if not isinstance(choices, list) or "properties" in schema:
             return "json"
         kinds = [self.kind_of(choice) for choice in choices if choice != {"type": "null"}]
@@ -136,7 +137,7 @@ class _SchemaReader:
         first_items, items = schema.get("prefixItems"), schema.get("items")
         if not first_items:
             inner = self.kind_of(items)
-        elif schema.get("maxItems") == len(first_items):  # A tuple has no items after the first ones.
+        elif schema.get("maxItems") == len(first_items):  # No items may follow the first ones, as in a tuple.
             inner = common_kind(map(self.kind_of, first_items))
         else:
             inner = "json"  # Any values may follow the first items, so there is no common type.
@@ -162,7 +163,10 @@ class _SchemaReader:
 
 
 def part_at(root: Any, reference: str) -> Any:
-    """Return the part of a JSON Schema that a reference such as `#/$defs/a` names; raise LookupError."""
+    """Return the part of a JSON Schema that a reference such as `#/$defs/a` names.
+
+    Raises LookupError if the schema has no such part.
+    """
     try:
         return functools.reduce(operator.getitem, reference.split("/")[1:], root)
     except TypeError:  # A step of the reference leads into a list or a text.

@@ -52,7 +52,7 @@ class AttachEngine(RunningServers):
 
 
 class GatewayEngine(RunningServers):
-    """Workers of an SGLang Model Gateway that is already running."""
+    """Servers behind an SGLang Model Gateway, which calls them its workers. All are already running."""
 
     kind: Literal["gateway"]
     """`gateway`: the servers are already running, as workers of a Model Gateway."""
@@ -124,6 +124,7 @@ class ServerEngine(Spec):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        """Raise ValueError for fields that contradict each other."""
         for name in ("tp", "tp-size", "tensor-parallel-size"):
             if self.tp is not None and name in self.args:
                 raise ValueError(f"engine.tp and --{name} set the same value: leave out one of them")

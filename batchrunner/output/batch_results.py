@@ -156,6 +156,7 @@ def _usage(tokens: Counter[str]) -> dict[str, Any]:
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},
         "output_tokens": output_tokens,
+        # The results do not tell reasoning tokens from other output tokens, but OpenAI's form has this field.
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": input_tokens + output_tokens,
     }

@@ -80,7 +80,7 @@ class Beacon:
                 self._path = path
 
     def put_out(self) -> None:
-        """Delete the beacon if there is one. Raises OSError."""
+        """Delete the file of the beacon if there is one. Raises OSError if it cannot be deleted."""
         with self._turn:
             if self._path is not None:
                 self._store.remove(self._path)
@@ -99,11 +99,12 @@ class _Sighting:
     seconds: int
     """Time of the last heartbeat by the worker's clock, from the newest name."""
     seen_at: float
-    """Time at which a listing first had this name, by the observer's clock."""
+    """Time at which a listing first had the newest name of the beacon, by the observer's clock."""
     beat_at: float
     """Time of the last heartbeat by the observer's clock, or a few seconds later."""
     offset: float
-    """Time by the observer's clock minus `seconds`, when a listing first had this name."""
+    """`seen_at` minus `seconds`: the difference between the clocks of observer and worker, plus the delay until
+    a listing had the name."""
     has_moved: bool = False
     """Whether this watch has seen the worker rename its beacon."""
     names: list[str] = field(default_factory=list)
@@ -111,7 +112,7 @@ class _Sighting:
 
     @classmethod
     def first(cls, token: str, seconds: int, now: float) -> _Sighting:
-        """Return the first sighting of a beacon."""
+        """Return the record of a beacon that a listing, at the time `now`, shows for the first time."""
         return cls(token=token, seconds=seconds, seen_at=now, beat_at=now, offset=now - seconds)
 
     def move(self, seconds: int, *, now: float, looked_at: float) -> None:
@@ -142,8 +143,9 @@ class BeaconWatch:
         self._me: LockHolder = this_process()
         self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S
         self._looked_at = time.monotonic()
-        """Time of the last look."""
+        """Time of the last call of `look`."""
         self._sightings: dict[str, _Sighting] = {}
+        """What the listings so far tell of each worker's beacon, by the worker's task."""
         self._monitors: dict[str, LivenessMonitor] = {}
         """Monitors of workers without a beacon, and of processes that took over the lock of a dead worker."""
         self._runs: dict[str, bool | None] = {}
@@ -180,11 +182,15 @@ class BeaconWatch:
             for task, sighting in self._sightings.items()
             if self._runs[task] is None
         ]
-        # A verdict that was due at the last look is delayed by something else, such as another take-over.
+        # If a verdict was due already, it waits for something other than time, such as another process that
+        # takes over the worker's lock.
         return min((seconds for seconds in times if seconds >= 0), default=math.inf)
 
     def look(self, names: Iterable[str]) -> None:
-        """Judge the workers from the names in a new listing of the directory. Raises OSError."""
+        """Judge the workers by their beacons; `names` are all names in a new listing of the directory.
+
+        Raises OSError if the `owner` of a worker cannot be read.
+        """
         now = time.monotonic()
         # In an object store, a rename creates a new object and then deletes the old one. A worker that is
         # killed in between leaves both names, of which the newest counts.
@@ -204,29 +210,36 @@ class BeaconWatch:
             sighting.names = [name for _, _, name in beacons_of_task]
             self._sightings[task] = sighting
         self._looked_at = now
-        # A recent rename that this watch has seen proves that a worker runs.
+        # A worker renames its beacon at each heartbeat, so a recent rename proves that the worker runs.
         self._runs = {
             task: True if self._is_fresh(sighting) else None for task, sighting in self._sightings.items()
         }
-        # Reading `owner` costs a request, so only the workers that were silent the longest are judged.
+        # Each judgement reads the `owner` of a worker, so only the workers that were silent longest are judged.
         by_silence = sorted(self._sightings, key=lambda task: self._sightings[task].beat_at)
         for task in by_silence[:OWNERS_READ]:
             self._runs[task] = self._judge(task, self._sightings[task])
 
     def look_without_beacons(self, tasks: Iterable[str]) -> None:
-        """Judge workers that hold leases without a beacon, as after a power failure. Raises OSError."""
+        """Judge workers that hold leases without a beacon, as after a power failure.
+
+        Raises OSError if the run's store does not answer.
+        """
         for task in tasks:
             self._runs[task] = self._poll_owner(task)
 
     def remove(self, task: str) -> None:
-        """Delete the beacon of a dead worker, whose leases have ended. Raises OSError."""
+        """Delete the beacon of a dead worker, whose leases have ended. Raises OSError if that fails."""
         del self._runs[task]
         if sighting := self._sightings.pop(task, None):
             for name in sighting.names:
                 self._run_dir.store.remove(self._run_dir.leases / name)
 
     def _judge(self, task: str, sighting: _Sighting) -> bool | None:
-        """Return whether a worker runs; None if that is not clear yet. Raises OSError."""
+        """Return whether a worker runs; None if that is not clear yet.
+
+        The answer follows from the worker's last heartbeat, and from the process that `owner` names. Raises
+        OSError if `owner` cannot be read.
+        """
         content = read_owner(self._run_dir.of_task(task))
         self._owners[task] = content
         holder = parse_holder(content)
@@ -242,7 +255,7 @@ class BeaconWatch:
         )
 
     def _is_fresh(self, sighting: _Sighting) -> bool:
-        """Return whether the last look, or one shortly before, showed a heartbeat."""
+        """Return whether the last listing, or one shortly before, showed a new heartbeat of the worker."""
         return sighting.has_moved and self._looked_at - sighting.seen_at <= self._fresh_s
 
     def _poll_owner(self, task: str) -> bool | None:

@@ -29,14 +29,17 @@ class Buckets:
     _bytes: int = field(default=0, init=False)
 
     def put(self, table: pa.Table) -> None:
-        """Add rows in any order. Raises OSError."""
+        """Add rows in any order. Raises OSError if the file of a bucket cannot be written."""
         self._buffer.append(table)
         self._bytes += table.nbytes
         if self._bytes >= self.buffer_bytes:
             self._partition()
 
     def take(self) -> Iterator[pa.Table]:
-        """Yield the sorted rows of one bucket after another, and then delete its file. Raises OSError."""
+        """Yield the sorted rows of one bucket after another; delete the file of each yielded bucket.
+
+        Raises OSError if a file cannot be written or read.
+        """
         self._partition()
         for path in sorted(self.directory.glob("bucket-*.arrows")):
             yield _sorted_rows(path, self.column)

@@ -48,7 +48,10 @@ class EventLog:
         self._lost = 0
 
     def open(self) -> None:
-        """Open the file for appending, and start `elapsed_s` at 0; raises StorageError."""
+        """Open the file for appending, and start `elapsed_s` at 0.
+
+        Raises StorageError if the file cannot be opened.
+        """
         with writing(self._path):
             self._file = self._path.open("ab", buffering=0)
         self._began = time.monotonic()

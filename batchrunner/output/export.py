@@ -36,7 +36,10 @@ def export_format(file: str) -> FileFormat:
 
 
 def export_tables(tables: Iterator[pa.Table], path: Path, file_format: FileFormat) -> int:
-    """Write tables of one schema to a file; return the number of distinct input rows. Raises OSError."""
+    """Write tables of one schema to a file; return the number of distinct input rows.
+
+    Raises OSError if the file cannot be written.
+    """
     rows = 0
     write: Callable[[pa.Table], object] | None = None
     with contextlib.ExitStack() as stack:

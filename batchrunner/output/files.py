@@ -86,10 +86,10 @@ def link_part(temporary: Path, path: Path) -> None:
 def create_file(
     path: Path, content: bytes, writer: str, publish: Callable[[Path, Path], object] = link_new
 ) -> bool:
-    """Create a file unless it exists; return whether this call created it. Raises OSError.
+    """Create a file unless it exists; return whether this call created it.
 
     Exactly one of several concurrent calls returns True. `writer` and `publish` are as in `whole_file`;
-    `publish` must raise FileExistsError for an existing file.
+    `publish` must raise FileExistsError for an existing file. Raises OSError if the file cannot be written.
     """
     try:
         with whole_file(path, writer, publish) as temporary:
@@ -120,13 +120,16 @@ def json_line(value: Any, default: Callable[[Any], Any] | None = None, option: i
 def write_json(
     path: Path, value: object, writer: str = "", publish: Callable[[Path, Path], object] = Path.replace
 ) -> None:
-    """Write a JSON file atomically, see `whole_file`; raises StorageError."""
+    """Write a JSON file atomically, see `whole_file`. Raises StorageError if it cannot be written."""
     with writing(path), whole_file(path, writer, publish) as temporary:
         temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, so that they survive a power failure. Raises OSError."""
+    """Create a directory and its missing parents, so that they survive a power failure.
+
+    Raises OSError if a directory cannot be created.
+    """
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -134,7 +137,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power failure. Raises OSError."""
+    """Make the names in a directory survive a power failure. Raises OSError if the disk fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -158,11 +161,11 @@ def refresh_listing(directory: Path) -> None:
 def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
     """Hold the lock of a file during the block; the kernel releases the lock of a killed process.
 
-    The lock only saves work: two processes in the block at once write the same results, and each result
-    appears complete. So the wait for another process ends if its unfinished files have not grown for
-    `TIMING.silent_copy` seconds, because its machine may be suspended. `unfinished` is the pattern of these
-    files' names in the directory of the lock. On a file system without locks nobody waits. Raises
-    StorageError.
+    The lock only saves work: two processes that run the block at the same time would write the same results,
+    each of which appears complete. So the wait for another process ends if its unfinished files have not
+    grown for `TIMING.silent_copy` seconds, because its machine may be suspended. `unfinished` is the pattern
+    of these files' names in the directory of the lock. On a file system without locks nobody waits. Raises
+    StorageError if the lock's file cannot be created.
     """
     with writing(lock), lock.open("wb") as file:
         last_size, grew_at = -1, time.monotonic()

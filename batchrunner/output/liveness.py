@@ -56,10 +56,11 @@ class LivenessMonitor:
         fresh_s: float = FRESH_S,
         pause_s: float = 0.0,
     ) -> None:
-        """Poll with `look`, which returns the content of `owner`, and bytes that each heartbeat changes.
+        """Prepare to poll a task's holder by `look`.
 
-        `me` is the observer. A holder counts as running for `fresh_s` seconds after a heartbeat. `look` is
-        called at most every `pause_s` seconds.
+        `look` returns the content of `owner`, and bytes that each heartbeat changes. It is called at most
+        every `pause_s` seconds. `me` is the observer. A holder counts as running for `fresh_s` seconds after
+        a heartbeat.
         """
         self._look = look
         self._me = me or this_process()
@@ -67,7 +68,9 @@ class LivenessMonitor:
         self._fresh_s, self._pause_s = fresh_s, pause_s
         self._looked_at = float("-inf")
         self._last_seen = (b"", b"")
+        """The last result of `look`."""
         self._changed_at = clock()
+        """Time at which a poll last found another result than before."""
         self._has_beaten = False  # `_has_beaten` becomes True when a poll finds a new heartbeat.
 
     @property
@@ -196,6 +199,7 @@ def holders_of(
         is_running[index] = index in watched and monitors[index].poll() is True
     names: list[str | None] = []
     for index, monitor in enumerate(monitors):
+        # None in `is_running` means that the process is not known to have ended, so it counts as running.
         is_held = monitor.holder is not None and is_running[index] is not False
         names.append(str(monitor.holder) if is_held else None)
     return names
@@ -231,6 +235,7 @@ def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
     the clock of one file system sets.
     """
     lock_time = _modification_time(run_dir.task_directory / OWNER)
+    # The attempt writes its first event when its engine is ready.
     if not lock_time or _modification_time(run_dir.events) > lock_time:
         return None
     mark_time = _modification_time(run_dir.task_directory / ENGINE_STARTING)

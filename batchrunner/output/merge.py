@@ -79,7 +79,11 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
 
 
 def _write_dataset(run_dir: RunDir, tables: Iterator[pa.Table], work: Path) -> int:
-    """Replace the merged dataset of a run; return the number of its input rows. Raises OSError."""
+    """Replace the merged dataset of a run; return the number of its input rows.
+
+    The files are written to the directory `work`, and moved once all are complete. Raises OSError if one
+    cannot be written.
+    """
     dataset, rows = work / "merged", 0
     dataset.mkdir()
     for index, table in enumerate(tables):

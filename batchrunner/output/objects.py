@@ -70,10 +70,13 @@ class StoredObject:
 
 
 class RunObjects:
-    """The objects below the URI of a run. Methods may be called from several threads, and raise OSError."""
+    """The objects below the URI of a run. Methods may be called from several threads.
+
+    They raise OSError if a request fails (`as_os_error`).
+    """
 
     def __init__(self, address: StoreAddress, storage: StorageSpec) -> None:
-        """Configure the client of the bucket, without a request. Raises JobError."""
+        """Configure the client of the bucket, without a request. Raises JobError for wrong settings."""
         self.address = address
         self._bucket = open_bucket(address, storage)
 

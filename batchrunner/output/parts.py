@@ -69,7 +69,7 @@ class Journal:
 def read_journal(path: Path) -> Iterator[pa.Table]:
     """Yield the table of each frame of a journal, up to the first torn or damaged frame.
 
-    Raises FileNotFoundError.
+    Raises FileNotFoundError if the journal has been deleted, for example because it became a part file.
     """
     with path.open("rb") as file:
         remaining = path.stat().st_size
@@ -165,7 +165,8 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     """Recover the task after an interrupted attempt: delete torn part files, turn journals into part files.
 
     The caller holds `lock`, the lock of the task. `schema` is the schema of the results, or None if it is not
-    known yet. Raises OSError or TaskLockLostError.
+    known yet. Raises OSError if a file cannot be written, TaskLockLostError if another process has taken the
+    lock.
     """
     # The predecessor would have given this number to its next part file. The number is read before journals
     # of the predecessor become part files.

@@ -110,7 +110,10 @@ class RunDir:
         return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
 
     def bring_results(self) -> None:
-        """Fetch the current results of all tasks; raises OutputError."""
+        """Fetch the current results of all tasks from the run's store.
+
+        Raises OutputError or StoreAwayError if that fails.
+        """
         with using_run(self.name):
             self.store.bring_results()
 
@@ -185,7 +188,7 @@ class RunDir:
     def is_being_discarded(self) -> bool:
         """Whether a start with `--fresh` is deleting this run, or died before it had deleted all files.
 
-        Raises OutputError.
+        Raises OutputError or StoreAwayError if the run's store does not answer.
         """
         with using_run(self.name):
             return self.store.exists(self.discarding)
@@ -255,10 +258,11 @@ def open_run(path: str | Path, task: str = MAIN_TASK, storage: StorageSpec | Non
 
 
 def look_at_run(run: str | Path | RunDir, storage: StorageSpec | None = None) -> RunDir:
-    """Return the run directory of a run for reading; raises as `open_run`.
+    """Return the run directory of a run for reading.
 
     For a run in an object store, the files are copied to a directory that no task writes to. Without
-    `storage`, the storage options are those with which this machine last reached the run.
+    `storage`, the storage options are those with which this machine last reached the run. Raises OutputError
+    or StoreAwayError for a store that cannot be used, JobError for a wrong `storage`.
     """
     if isinstance(run, RunDir):
         return run

@@ -215,7 +215,8 @@ def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
     """Return the run ID. The first task that writes run.json chooses this random name for all tasks."""
     content = {**content, RUN_ID: secrets.token_hex(8)}
     published = _newest(run_dir)
-    if published is None:  # If several tasks create run.json at once, one succeeds, and all use its name.
+    # If several tasks create run.json at the same time, only one succeeds, and all use the ID that it chose.
+    if published is None:
         with writing(run_dir.run_json):
             create_file(run_dir.run_json, orjson.dumps(content), run_dir.task, run_dir.store.add)
         published = read_run_json(run_dir) or content
@@ -234,7 +235,7 @@ def raise_total(
 
     `new` is the fingerprint with the longer input. `code_digests` has the code digest of each Python function
     of this attempt. A missing run.json is not created, because the first attempt that sends rows does that.
-    Raises StorageError or ResumeError.
+    Raises StorageError if run.json cannot be written, ResumeError if it is damaged.
     """
     if (content := _newest(run_dir)) is not None:
         longer = {**content["fingerprint"], "files": new["files"], "limit": new["limit"]}
@@ -243,7 +244,10 @@ def raise_total(
 
 
 def write_limits(run_dir: RunDir, job: Job) -> None:
-    """Write the `limits` of a job into run.json if they have changed; raises as `raise_total`."""
+    """Write the `limits` of a job into run.json if they have changed.
+
+    Raises StorageError if run.json cannot be written, ResumeError if it is damaged.
+    """
     limits = without_secrets(job).get("limits", {})
     content = _newest(run_dir)
     if content is not None and content["job"].get("limits", {}) != limits:

@@ -35,11 +35,12 @@ TRANSFERS = 8
 INDEX = ".store.json"
 """Name of the file in a working copy that lists the e_tag of each object which was fetched or published."""
 _NOT_COPIED = re.compile(r"merged/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|report\.html|probe-.*")
-"""Matches the names of objects that no working copy needs: locks, merged results and other files."""
+"""Matches the names of objects that no working copy needs: merged results, results of `batchrun tune`, the
+names of lock holders (`owner`), hidden files, the HTML report, and probes of `check_sharing`."""
 
 
 class Store:
-    """A file system of this machine, local or mounted, on which links and renames publish files.
+    """Publishes the files of a run on a file system of this machine, local or mounted, by links and renames.
 
     The argument `temporary` of a method is always a complete and synced file. The caller deletes it after the
     call, if it still exists.
@@ -164,6 +165,7 @@ class ObjectStore(Store):
         self._root = root
         self._copies = copies
         self._e_tags: dict[str, str] = read_json(root / INDEX)
+        """e_tags of the objects that are equal to their files in the working copy, by object name."""
         self._lock = threading.Lock()
 
     def check_sharing(self) -> None:
@@ -201,7 +203,7 @@ class ObjectStore(Store):
             self._fetch(self._name(path))
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Fetch run.json and those part files that have changed."""
+        """Fetch run.json and the part files that have changed since this machine fetched them."""
         task = "[^/]+" if tasks is None else f"(?:{'|'.join(map(re.escape, tasks))})"
         self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 
@@ -260,7 +262,8 @@ class ObjectStore(Store):
         temporary.replace(path)
         self._note(name, e_tag)
 
-    claim = add  # The store creates an object for only one of several tasks, so `add` is enough.
+    # An object store creates an object for only one of several competing tasks, as `claim` demands.
+    claim = add
 
     def replace(self, temporary: Path, path: Path) -> None:
         """Write the object, then the local file."""

@@ -137,7 +137,10 @@ class TaskLock(ABC):
 
     @abstractmethod
     def _create(self) -> bool:
-        """Create `owner` with our name; return False if `owner` exists. Raises OSError."""
+        """Create `owner` with the name of this process; return False if `owner` exists.
+
+        Raises OSError if it cannot be written.
+        """
 
     @abstractmethod
     def _replace(self, dead_owner: bytes) -> bool:
@@ -153,7 +156,7 @@ class TaskLock(ABC):
 
     @abstractmethod
     def beat(self) -> None:
-        """Show that this process runs. Raises OSError."""
+        """Write a heartbeat, which shows that this process runs. Raises OSError if it cannot be written."""
 
     @abstractmethod
     def verify(self) -> None:
@@ -184,7 +187,10 @@ class FileTaskLock(TaskLock):
         self._beats = 0
 
     def _create(self) -> bool:
-        """Create the file `owner` with our name; return False if the file exists. Raises OSError."""
+        """Create the file `owner` with the name of this process; return False if the file exists.
+
+        Raises OSError if the file cannot be written.
+        """
         for _ in range(DIRECTORY_TRIES):
             # Another process may delete the directory at any time, because it releases its lock and finds the
             # directory empty, or because it discards the run.
@@ -199,7 +205,10 @@ class FileTaskLock(TaskLock):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
 
     def _write_name(self, file: int) -> None:
-        """Write our name into `owner`, whose descriptor is `file`, and close it. Raises OSError."""
+        """Write the name of this process into `owner`, whose descriptor is `file`, and close the file.
+
+        Raises OSError if that fails. `owner` is then deleted again.
+        """
         try:
             try:
                 os.write(file, orjson.dumps(asdict(self._me)))
@@ -234,7 +243,7 @@ class FileTaskLock(TaskLock):
         return LivenessMonitor(lambda: look_at_files(self._directory), self._me, clock=self._clock)
 
     def beat(self) -> None:
-        """Increment the counter in `heartbeat`. Raises OSError."""
+        """Increment the counter in the file `heartbeat`. Raises OSError if it cannot be written."""
         self._beats += 1
         _overwrite(self._directory / HEARTBEAT, f"{self.token} {self._beats:012d}".encode(), os.O_CREAT)
         if self.beacon is not None:
@@ -274,7 +283,10 @@ class FileTaskLock(TaskLock):
 
 
 def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
-    """Write at the beginning of a file, in place and durably. Refuse a symbolic link. Raises OSError."""
+    """Write at the beginning of a file, in place and durably.
+
+    Raises OSError if the file is a symbolic link, or cannot be written.
+    """
     file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o644)
     try:
         os.pwrite(file, content, 0)
@@ -356,7 +368,10 @@ class StoreTaskLock(TaskLock):
             self.beacon.beat()
 
     def _write(self, holder: LockHolder) -> None:
-        """Write a holder into `owner`, unless another process has replaced us. Raises OSError."""
+        """Write a holder into `owner`, unless another process has replaced us.
+
+        `_e_tag` is None afterwards if another process has. Raises OSError if the store does not answer.
+        """
         if self._e_tag is not None:
             asked_at = self._clock()
             self._e_tag = self._objects.swap(self._name, orjson.dumps(asdict(holder)), self._e_tag)
@@ -365,7 +380,7 @@ class StoreTaskLock(TaskLock):
     def verify(self) -> None:
         """Check the lock by a heartbeat, unless the last heartbeat is younger than TRUSTED_S.
 
-        Raises TaskLockLostError or OSError.
+        Raises TaskLockLostError if another process holds the lock, OSError if the store does not answer.
         """
         if self._clock() - self._beaten_at > TRUSTED_S:
             self.beat()
@@ -423,6 +438,7 @@ def hold_task(
 
     try:
         with repeating(beat, lock.beat_s, thread="heartbeat"):
+            # Only a task has results. Other directories, such as that of `batchrun tune`, have none.
             if directory == run_dir.task_directory:
                 with using_run(f"output.path {run_dir.name}"):
                     # An earlier holder may have published results since the working copy was updated.

@@ -98,7 +98,10 @@ class TurnStore:
         return answers
 
     async def put(self, key: TurnKey, outcome: Outcome) -> None:
-        """Store an answer. It survives a power failure once this method has returned. Raises StorageError."""
+        """Store an answer. It survives a power failure once this method has returned.
+
+        Raises StorageError if the answer cannot be written within `limits.disk_wait`.
+        """
         # JSON needs a dict in place of `columns`, the last field of the completion.
         values = outcome.completion and [*outcome.completion[:-1], dict(outcome.completion.columns)]
         turn = json.dumps([*key, outcome.attempts, outcome.error, values])
@@ -107,7 +110,7 @@ class TurnStore:
     async def drop(self, row: int) -> None:
         """Make the stored answers of a row invalid, so that a later attempt starts anew.
 
-        Raises StorageError.
+        Raises StorageError if that cannot be written within `limits.disk_wait`.
         """
         await self._put((row, None))
 
@@ -128,7 +131,8 @@ class TurnStore:
     def ended(self, rows: BitMap64) -> None:
         """Delete the segments whose rows are all in part files now, except the newest segment.
 
-        `rows` are the rows of a new part file. Raises OSError.
+        The newest segment is still open for further answers. `rows` are the rows of a new part file. Raises
+        OSError if a segment cannot be deleted.
         """
         with self._lock:
             for path in [*self._segments]:
@@ -146,7 +150,10 @@ class TurnStore:
             self._end_segment()
 
     def _append(self, turns: list[tuple[int, str | None]]) -> None:
-        """Append entries to the newest segment, or to a new one if the newest is full. Raises OSError."""
+        """Append entries to the newest segment, or to a new one if the newest is full.
+
+        Raises OSError if they cannot be written.
+        """
         rows, texts = zip(*turns, strict=True)
         table = pa.table([rows, texts], schema=_SCHEMA)
         with self._lock:

@@ -85,7 +85,7 @@ class ResultWriter:
     disk: DiskWait
 
     def __post_init__(self) -> None:
-        """Create the directory of the part files; raises StorageError."""
+        """Create the directory of the part files. Raises StorageError if that fails."""
         run_dir = self.run_dir
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
@@ -223,7 +223,7 @@ class ResultWriter:
         part = self._part
         self._publishing = asyncio.ensure_future(self._publish(part))
         self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
-        self._has_room.set()
+        self._has_room.set()  # `put` may wait for room, which the new, empty part file gives.
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part file. Rows that finish meanwhile belong to the next part file."""
@@ -236,7 +236,7 @@ class ResultWriter:
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
     async def _wait_for_part(self) -> None:
-        """Wait until the previous part file is written. Raises StorageError."""
+        """Wait until the previous part file is written. Raises StorageError if it could not be written."""
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
 
@@ -250,6 +250,7 @@ class _PendingPart:
     """
 
     def __init__(self, run_dir: RunDir, number: int, lock: TaskLock) -> None:
+        """Begin a part file without rows. `number` is the number in its name, if that is still free later."""
         self._run_dir = run_dir
         self._lock = lock
         self.number = number
@@ -284,7 +285,10 @@ class _PendingPart:
         self._journal.append(self._tables[-1])
 
     def publish(self) -> None:
-        """Write the rows to a part file, and delete the journal, which is no longer needed."""
+        """Write the rows to a part file, and delete the journal, which is no longer needed.
+
+        If another attempt has used the number, the file gets a higher number.
+        """
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
         self._journal_path.unlink(missing_ok=True)
