@@ -112,8 +112,8 @@ class _SchemaReader:
 
     def _of_choices(self, choices: Any, schema: dict[str, Any]) -> ColumnKind:
         """Return the kind that holds the values of all choices of an `anyOf`, `oneOf` or `allOf`."""
-        # Properties beside the choices would have to be added to each choice. Such schemas are rare, so their
-        # values are stored as JSON.
+        # Properties beside the choices would have to be added to each choice, which is not supported. The
+        # values of such a schema become JSON.
         if not isinstance(choices, list) or "properties" in schema:
             return "json"
         kinds = [self.kind_of(choice) for choice in choices if choice != {"type": "null"}]

@@ -103,8 +103,8 @@ class _Sighting:
     beat_at: float
     """Time of the last heartbeat by the observer's clock, or a few seconds later."""
     offset: float
-    """`seen_at` minus `seconds`: the difference between the clocks of observer and worker, plus the delay until
-    a listing had the name."""
+    """`seen_at` minus `seconds`: the difference between the clocks of observer and worker, plus the delay
+    until a listing had the name."""
     has_moved: bool = False
     """Whether this watch has seen the worker rename its beacon."""
     names: list[str] = field(default_factory=list)
@@ -214,7 +214,7 @@ class BeaconWatch:
         self._runs = {
             task: True if self._is_fresh(sighting) else None for task, sighting in self._sightings.items()
         }
-        # Each judgement reads the `owner` of a worker, so only the workers that were silent longest are judged.
+        # A judgement reads the `owner` of a worker, so only the workers that were silent longest are judged.
         by_silence = sorted(self._sightings, key=lambda task: self._sightings[task].beat_at)
         for task in by_silence[:OWNERS_READ]:
             self._runs[task] = self._judge(task, self._sightings[task])

@@ -165,7 +165,7 @@ def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
     each of which appears complete. So the wait for another process ends if its unfinished files have not
     grown for `TIMING.silent_copy` seconds, because its machine may be suspended. `unfinished` is the pattern
     of these files' names in the directory of the lock. On a file system without locks nobody waits. Raises
-    StorageError if the lock's file cannot be created.
+    StorageError if the lock's file cannot be created, and in place of an OSError of the block.
     """
     with writing(lock), lock.open("wb") as file:
         last_size, grew_at = -1, time.monotonic()
