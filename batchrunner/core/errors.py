@@ -122,7 +122,10 @@ class Faults:
             self.add(error)
 
     def raise_all(self) -> None:
-        """Raise the recorded error, if any. Several errors become one error with a line for each fault."""
+        """Raise the recorded error, if any.
+
+        Several errors become one error with a line for each distinct fault. It has the class of the first.
+        """
         if not self._errors:
             return
         if len(self._errors) == 1:

@@ -32,11 +32,14 @@ class HookPool:
         self.most_processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
         self._threads = ThreadPoolExecutor(self.most_processes, "batchrunner functions")
         self._local = threading.local()
+        """Holds the process of each thread of the pool in its attribute `process`."""
         self._processes: list[HookProcess] = []
         self._lock = threading.Lock()
         self._is_closed = False
         self._waiting: dict[str, list[tuple[Arguments, asyncio.Future[HookResult]]]] = {}
+        """Calls of `call` that no process has got yet, by job field: the arguments, and the future result."""
         self._senders: dict[str, set[asyncio.Task[None]]] = {}
+        """Running tasks of `_send_waiting`, by job field."""
         self.facts: dict[str, HookFacts] = {}
         """Properties of the functions, keyed by job field, such as `prompt.python`."""
 
@@ -173,6 +176,7 @@ class HookPool:
         if process is not None and process.is_fit:
             return process
         with self._lock:
+            # `close`, in another thread, kills only the processes that it finds in `_processes`.
             if self._is_closed:
                 raise CancelledError
             if process is not None:

@@ -147,7 +147,7 @@ class HookProcess:
             while time.monotonic() < ends_at:
                 if self.channel.can_receive(POLL_S):
                     return self.channel.receive()
-                if self.has_ended():
+                if self.has_ended():  # A child process may keep the channel open, so no EOFError came.
                     raise EOFError
             self.is_fit = False
             raise ProcessEndedError(f"took more than {limit_s:g} s{limit_name}")

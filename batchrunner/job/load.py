@@ -173,6 +173,7 @@ def read_job_file(source: str | Path) -> dict[str, Any]:
     Raises JobError if the file cannot be read, or holds anything but a mapping.
     """
     path = _job_path(source)
+    # A .json file may be a job, because JSON is also YAML.
     if known_format(path.name) is not None and path.suffix != ".json" and path.is_file():
         raise JobError(
             f"{path}: is a data file, not a job",

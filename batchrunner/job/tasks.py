@@ -188,7 +188,7 @@ class NativeTask(ForwardTask):
         except RequestError as failure:
             return failure
         metas = [result.meta_info for result in results]
-        version = metas[0].weight_version
+        version = metas[0].weight_version  # All prompts of a row are sent to the same server.
         return Completion(
             texts=[],
             finish_reasons=[],
@@ -531,6 +531,7 @@ class EmbedTask(ForwardTask):
         Raises AttemptFailedError if the reply does not have exactly one vector for each row.
         """
         parsed = decode_reply(_read_vectors, replies[0])
+        # A server may leave out an index of 0.
         items = sorted(parsed.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
             raise AttemptFailedError(
@@ -698,6 +699,7 @@ def _numbers(item: EmbeddingItem) -> array[float]:
         vector = decode_reply(_read_vector, bytes(item.embedding))
         if isinstance(vector, str):
             return array("f", b64decode(vector, validate=True))
+        # A null stands for NaN, which JSON cannot express.
         return array("f", [math.nan if number is None else number for number in vector])
     except OverflowError:
         return array("f", [math.inf])

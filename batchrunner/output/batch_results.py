@@ -138,6 +138,7 @@ def _with_unanswered(
     """Yield a row for each request of a batch file: its result, or else its error.
 
     `errors_if_unanswered` has the custom_id of each request, and the error that it gets without a result.
+    Both arguments are in the order of the batch file, but `results` may lack requests.
     """
     result = next(results, None)
     for number, (custom_id, error) in enumerate(errors_if_unanswered):

@@ -198,6 +198,7 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
         for row in _returned(table):
             for name, value in row.items():
                 kinds = kinds_of_value(value)
+                # The kind "null" of a new column has no effect if there are other kinds.
                 columns[name] = common_kind([columns.get(name, "null"), *kinds])
                 if "string" in map(innermost, kinds):
                     columns_with_texts.add(name)

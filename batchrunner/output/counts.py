@@ -128,7 +128,7 @@ class CheckCounts:
             self.rows_asked_again += asks > 1
             self.asked_again += asks - 1
             self.rows_mended += is_good is True and asks > 1
-            self.rows_failed += is_good is False
+            self.rows_failed += is_good is False  # None means that the row ended before its last answer came.
             # All requests of a row have about as many prompt tokens as the last one.
             self.prompt_tokens += (asks - 1) * prompt_tokens
             for complaint, tokens in rejected:

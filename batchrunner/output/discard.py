@@ -121,6 +121,7 @@ def discard_failed_rows(run_dir: RunDir, lock: TaskLock) -> None:
             errors = part.read(["error"]).column("error")
             if errors.null_count == len(errors):
                 continue
+            # The new file has no failed rows, so its counts of failed rows are all 0.
             counts = counts_in(part.schema_arrow)._replace(failed=RowCounts())
             rows_without_error = with_counts(part.read().filter(pc.is_null(errors)), counts)
         with writing(path), whole_file(path, publish=run_dir.store.replace) as temporary:

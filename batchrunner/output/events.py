@@ -57,15 +57,16 @@ class EventLog:
         self._began = time.monotonic()
 
     def write(self, event: str, **values: Any) -> None:
-        """Append an event.
+        """Append an event. Before `open`, hold it back until the first event after `open` is written.
 
         An event that cannot be written is dropped. The next event that can be written has the number of
         dropped events in `events_lost`.
         """
-        if self._file is None:
+        if self._file is None:  # `open` has not been called yet.
             self._early.append((event, values))
             return
         self._append(self._file, event, values)
+        # The first event after `open`, `start`, comes before the events that were held back.
         for early_event, early_values in self._early:
             self._append(self._file, early_event, early_values)
         self._early = []

@@ -94,7 +94,8 @@ class LivenessMonitor:
             self._last_seen, self._looked_at = self._look(), now
         if self._last_seen != before:
             # The change is a heartbeat, unless `owner` was missing before or is missing now.
-            self._has_beaten = bool(before[0] and self.owner_content)
+            old_owner_content, _ = before
+            self._has_beaten = bool(old_owner_content and self.owner_content)
             self._changed_at = now
         silent_s = now - self._changed_at
         return judge_holder(
@@ -148,7 +149,7 @@ def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[fl
     """
     unclear, has_warned = dict(monitors), False
     while unclear:
-        for place, monitor in [*unclear.items()]:
+        for place, monitor in [*unclear.items()]:  # A copy, because the loop deletes entries.
             is_running = monitor.poll()
             if is_running:
                 raise TaskHeldError(
@@ -158,7 +159,7 @@ def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[fl
             if is_running is False:
                 del unclear[place]
             elif monitor.holder and not has_warned:
-                has_warned = True
+                has_warned = True  # All holders are watched in the same time, so one warning is enough.
                 log.warning(
                     "%s: waiting %.0f s to see whether %s is still running",
                     place, DEAD_AFTER_S, monitor.holder,
@@ -218,6 +219,7 @@ def engine_starting(run_dir: RunDir) -> Iterator[None]:
     """
     mark = run_dir.task_directory / ENGINE_STARTING
     with contextlib.suppress(OSError):
+        # A mark that a killed attempt left is replaced: the mark's time shows when this engine began to start.
         mark.unlink(missing_ok=True)
         mark.touch()
     try:

@@ -71,6 +71,7 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
     with writing(target, OutputError), work_directory(run_dir, target.parent) as work:
         tables = in_order(run_dir, durable_results(run_dir, work), work)
         if file_format is not None:
+            # The random text keeps this file apart from that of another merge to the same target.
             with whole_file(target, secrets.token_hex(4)) as temporary:
                 rows = export_tables(tables, temporary, file_format)
         else:

@@ -235,6 +235,7 @@ class ObjectStore(Store):
                 del self._e_tags[name]
         outdated = []
         for obj in objects:
+            # `_e_tags` has the e_tag that the object had when it was equal to the local file.
             is_current = self._e_tags.get(obj.name) == obj.e_tag and (self._root / obj.name).exists()
             if not is_current:
                 outdated.append(obj.name)

@@ -160,6 +160,7 @@ class TurnStore:
             if self._journal is None or self._bytes > SEGMENT_BYTES:
                 self._end_segment()
                 make_directory(self._run_dir.task_directory)
+                # The token keeps this name apart from that of a process which held the task before.
                 path = self._run_dir.task_directory / f"{SEGMENT}{self._next_number:06d}-{self._token}"
                 self._journal = Journal(path)
                 self._bytes = 0
