@@ -219,7 +219,7 @@ def engine_starting(run_dir: RunDir) -> Iterator[None]:
     """
     mark = run_dir.task_directory / ENGINE_STARTING
     with contextlib.suppress(OSError):
-        # A mark that a killed attempt left is replaced: the mark's time shows when this engine began to start.
+        # Replace a mark that a killed attempt left, because its time shows when the engine began to start.
         mark.unlink(missing_ok=True)
         mark.touch()
     try:
