@@ -153,7 +153,7 @@ class HookPool:
         A row that ends the process gets an error as its result, and a new process calls the other rows.
         """
         results: list[HookResult] = []
-        number = [*self.facts].index(place)  # The process identifies a function by its index in `facts`.
+        number = [*self.facts].index(place)  # A worker process identifies a function by its index in `facts`.
         # A call of the process may return after FLUSH_S with the results of only the first rows.
         while len(results) < len(rows):
             try:

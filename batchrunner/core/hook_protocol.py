@@ -17,23 +17,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FLUSH_S = 1.0
-"""Seconds of work after which a worker returns the finished results, even if rows of the frame remain."""
+"""Seconds of work after which a worker process returns the results so far, even if it has not called the
+function with all rows that it was sent."""
 _OTHERS_CODE = (str(Path(__file__).parent.parent), *{*sysconfig.get_paths().values(), "<frozen"})
 """Path prefixes of code that the user did not write: this package, Python and its installed packages."""
 _LONGEST_ERROR = 500
 """Maximum number of characters of a row's error."""
 _LENGTH = struct.Struct("=Q")
-"""Format of the length of a frame."""
+"""Format of the length of a frame (a message between a run and a worker process)."""
 
 
 def frame(*values: Any) -> bytes:
-    """Return a frame that contains the values."""
+    """Return a frame (a message with its length in front) that contains the values."""
     content = pickle.dumps(values)
     return _LENGTH.pack(len(content)) + content
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...]:
-    """Return the values of the next frame; raises EOFError once the other end has closed."""
+    """Return the values of the next frame (message with its length in front) from a stream.
+
+    Raises EOFError once the other end has closed.
+    """
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         content = await reader.readexactly(length)
@@ -47,14 +51,14 @@ class Channel:
     """One end of the socket between a run and a worker, for a thread that may block."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Send and receive frames on `connection`, which `close` closes."""
+        """Send and receive frames (messages) on `connection`, which `close` closes."""
         self.socket = connection
         self._reader = connection.makefile("rb")
         self._poll = select.poll()  # select.select() would fail for descriptors above 1023.
         self._poll.register(connection, select.POLLIN)
 
     def send(self, *values: Any) -> None:
-        """Send the values as a frame; raises OSError if the other end has closed."""
+        """Send the values as one frame (message). Raises OSError if the other end has closed."""
         self.socket.sendall(frame(*values))
 
     def can_receive(self, timeout_s: float) -> bool:
@@ -62,7 +66,10 @@ class Channel:
         return bool(self._poll.poll(1000 * timeout_s))
 
     def receive(self) -> tuple[Any, ...]:
-        """Return the values of the next frame; raises EOFError or OSError once the other end has closed."""
+        """Wait for the next frame (message), and return its values.
+
+        Raises EOFError or OSError once the other end has closed.
+        """
         content = self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0])
         values: tuple[Any, ...] = pickle.loads(content)  # noqa: S301 - written by this package
         return values

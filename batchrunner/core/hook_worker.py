@@ -71,7 +71,10 @@ def _answer_calls(
     facts: Sequence[HookFacts],
     functions: Sequence[Callable[..., Any]],
 ) -> None:
-    """Call functions with the rows of each frame, until this process cannot take more rows."""
+    """Receive messages with rows, and send back the results of calls with these rows.
+
+    Each message names one of the `functions` by its index. Return once this process cannot take more rows.
+    """
     signal.signal(signal.SIGALRM, _raise_call_too_long)
     is_fit = True
     while is_fit:

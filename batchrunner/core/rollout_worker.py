@@ -25,12 +25,14 @@ from batchrunner.core.types import ROLLOUT
 
 STEP_BYTES = 16
 """Size in bytes of the step memory, which this process shares with the run. A step is the code that a rollout
-runs between two awaits. The memory holds the start time of the running step and the number of its rollout,
-so that the run can end a step that exceeds its time limit."""
+runs between two awaits. The step memory holds the start time of the running step and the number of its
+rollout, so that the run can end a step that exceeds its time limit."""
 _STARTED = 0
-"""Index in the step memory of the start time of the running step, in seconds of `time.monotonic`."""
+"""Index of the start time of the running step in the step memory (STEP_BYTES), in seconds of
+`time.monotonic`."""
 _ROLLOUT = 1
-"""Index in the step memory of the number of the rollout that runs; 0 while no rollout runs."""
+"""Index of the number of the running rollout in the step memory (STEP_BYTES). The number is 0 while no
+rollout runs."""
 
 
 def step_memory(descriptor: int) -> memoryview[float]:
@@ -174,7 +176,7 @@ class _Rollout:
     number: int
     """Number by which the run refers to the rollout."""
     send: Callable[[bytes], None]
-    """Sends a frame to the run."""
+    """Sends a frame (message) to the run."""
     call_numbers: count[int] = field(default_factory=count)
     """Numbers of the rollout's calls of `generate`."""
     unanswered: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
@@ -243,7 +245,7 @@ async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], desc
     def send(content: bytes) -> None:
         try:
             writer.write(content)
-        except MemoryError:  # A part of the frame may have been sent, so the connection is unusable now.
+        except MemoryError:  # A part of the message may have been sent, so the connection is unusable now.
             os._exit(1)
 
     while True:
@@ -256,7 +258,7 @@ async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], desc
             running[number] = rollout, task
             # The loop calls `running.pop(number, task)`, in which the task is only the default value.
             task.add_done_callback(partial(running.pop, number))
-        elif number in running:  # A frame for a rollout that has just ended is ignored.
+        elif number in running:  # A message for a rollout that has just ended is ignored.
             rollout, task = running[number]
             if call_number is None:
                 task.cancel()

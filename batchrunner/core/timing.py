@@ -32,8 +32,7 @@ class Timing:
     bundle_fill: float = 0.015
     """Maximum wait of a row for other rows that can share its request."""
     first_retry: float = 0.25
-    """Maximum pause after the first failed attempt at a row. The maximum doubles with each further
-    attempt."""
+    """Maximum pause after the first failed attempt at a row. It doubles with each further attempt."""
     longest_retry: float = 30.0
     """Maximum pause after any failed attempt at a row."""
     hook_import: float = 120.0

@@ -254,7 +254,7 @@ class Lease:
     number: int
     """Number of the lease in the run."""
     turn: int
-    """Number of workers that held this lease earlier."""
+    """Number of workers that had leased these rows before this worker."""
     rows: BitMap64
     """Ordinals of the rows in the input."""
     positions: range | None

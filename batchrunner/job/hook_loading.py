@@ -56,7 +56,9 @@ class HookFunction(NamedTuple):
 def load_functions(
     functions: Sequence[HookFunction],
 ) -> tuple[list[HookFacts], list[Callable[..., Any]]]:
-    """Import the functions of a job; return their facts, and callables that also convert their results.
+    """Import the Python functions of a job.
+
+    Return the properties of each function, and a callable that calls it and converts its result.
 
     Raises HookLoadError if a function cannot be imported or called.
     """
@@ -65,7 +67,7 @@ def load_functions(
 
 
 def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
-    """Import a function; return its facts, and a callable that calls it and converts its result."""
+    """Import a function; return its properties, and a callable that calls it and converts its result."""
     name = f"{function.where}: {function.name}"
     try:
         if isinstance(function.target, bytes):

@@ -24,9 +24,9 @@ RESULT_COLUMNS = {
     "attempts": "Number of times that the row was sent; 0 if it shares the answer of an equal row.",
     "error": "Why the row failed; null if it did not.",
 }
-"""Meanings of the columns that every result has besides the carried columns.
+"""Meanings of the columns that every result has besides the columns that are copied from the input.
 
-In the results, `row` comes before the carried columns and all other columns come after them.
+In the results, `row` comes before the copied columns, and all other columns come after them.
 """
 OF_TEXTS = frozenset({"output", "finish_reason", "completion_tokens"})
 """Columns of RESULT_COLUMNS that results of tasks without decoding lack."""
@@ -130,7 +130,7 @@ class OutputSpec(Spec):
 
 
 def result_columns(task: ForwardTask | None) -> list[str]:
-    """Return the columns that every result has, without the carried columns.
+    """Return the columns that every result has, without the columns that are copied from the input.
 
     `task` is the task without decoding; None if the model generates text.
     """

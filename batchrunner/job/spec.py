@@ -369,7 +369,7 @@ class Job(Spec):
         )
 
     def _name_faults(self) -> Iterator[str]:
-        """Yield a fault for each carried column whose name is unknown or not unique in the results."""
+        """Yield a fault for each column to copy whose name is unknown, or not unique in the results."""
         carried = dict(zip(self.input.carried_names, self.input.columns, strict=True))
         for name in self.input.rename:
             if name not in self.input.columns:

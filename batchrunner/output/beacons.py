@@ -106,7 +106,7 @@ class _Sighting:
     """`seen_at` minus `seconds`: the difference between the clocks of observer and worker, plus the delay
     until a listing had the name."""
     has_moved: bool = False
-    """Whether this watch has seen the worker rename its beacon."""
+    """Whether the observer has seen the worker rename its beacon."""
     names: list[str] = field(default_factory=list)
     """Names of the beacon in the last listing: one, or two after an interrupted rename in an object store."""
 

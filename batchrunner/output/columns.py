@@ -88,7 +88,7 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
         "attempts": pa.int32(),
         "error": pa.string(),
     }
-    # `row` is the first of RESULT_COLUMNS. The carried input columns come between it and the others.
+    # `row` is the first of RESULT_COLUMNS. The copied input columns come between it and the others.
     row, *results = (name for name in RESULT_COLUMNS if plan.task is None or name not in OF_TEXTS)
     fields = [
         pa.field(row, types[row], nullable=False),
@@ -175,7 +175,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
             values[name] = [None if items is None else items[0] for items in lists]
         else:
             values[name] = lists
-    # The columns of the schema that have no values yet are the carried input columns.
+    # The columns of the schema that have no values yet are copied from the input.
     has_carried = bool({*schema.names} - values.keys())
     carried = _carried(refs) if has_carried else pa.table({})
     arrays = [

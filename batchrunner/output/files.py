@@ -248,7 +248,7 @@ def using_run(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[None]:
-    """Turn an OSError of the block, which writes `path`, into an error of the class `kind`."""
+    """Raise an error of the class `kind` in place of an OSError of the block, which writes `path`."""
     try:
         yield
     except OSError as failure:

@@ -12,11 +12,13 @@ from pathlib import Path
 import orjson
 
 OWNER = "owner"
-"""Last part of the name of the file or object that names the holder of a task."""
+"""Last part of the name of the file or object that names the process which holds the lock of a task."""
 HEARTBEAT = "heartbeat"
-"""Name of the file in a task directory with a counter that the holder increments."""
+"""Name of the file in a task directory with a counter, which the process that holds the task's lock
+increments to show that it runs."""
 ABANDONED_PID = 0
-"""Process ID in `owner` that marks a task as abandoned: its holder gave it up before it was done."""
+"""Process ID in `owner` that marks a task as abandoned: the process that held the task's lock gave the task
+up before it was done."""
 HELD_HERE: set[str] = set()
 """Tokens (`LockHolder.token`) of the locks that this process holds."""
 _ENDED_STATES = {"Z", "X", "x"}
@@ -44,7 +46,8 @@ class LockHolder:
     """Number of heartbeats so far, if the lock is in an object store, which has no file `heartbeat`. Always 0
     on a file system."""
     is_clean: bool = False
-    """Whether the holder of a lock in an object store had written all its rows when it released the task."""
+    """Whether this process had written all its rows when it released the task; used only in an object
+    store."""
 
     def __str__(self) -> str:
         """Return the name of the process for messages."""
@@ -72,7 +75,7 @@ class LockHolder:
 
 
 def this_process() -> LockHolder:
-    """Return the current process as a holder with a new token."""
+    """Return the identity of the current process, with a new token, to be written into a lock."""
     return LockHolder(
         host=socket.gethostname(),
         machine=_text("/etc/machine-id"),
@@ -84,7 +87,7 @@ def this_process() -> LockHolder:
 
 
 def parse_holder(content: bytes) -> LockHolder | None:
-    """Return the holder that the content of `owner` names; None if the content is incomplete."""
+    """Return the process that the content of `owner`, the file of a lock, names; None if incomplete."""
     try:
         values = orjson.loads(content)
         return LockHolder(**{field.name: values[field.name] for field in fields(LockHolder)})

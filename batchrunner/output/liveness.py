@@ -23,26 +23,28 @@ from batchrunner.output.samples import LoggedSample
 log = logging.getLogger(__name__)
 
 DEAD_AFTER_S = 75.0
-"""Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
+"""Seconds without a heartbeat after which the holder of a task's lock counts as dead. NFS may show an old
+file for 60 s, so a shorter time would not be safe."""
 UNNAMED_AFTER_S = 5.0
 """Seconds after which an incomplete `owner` means that the process died while writing it."""
 POLL_S = 1.0
-"""Pause in seconds between two polls of another task's holder."""
+"""Seconds between two checks whether the process that holds another task still runs."""
 SHORT_POLL_S = 0.2
 """Pause in seconds between two polls while a change is expected within moments."""
 LOOK_S = 5.0
 """Minimum seconds between two reads of `owner` in an object store: at most 720 requests an hour."""
 FRESH_S = 15.0
-"""Seconds after a heartbeat in a file during which the holder counts as running; three heartbeats."""
+"""Seconds after a heartbeat in a file during which the process that wrote it counts as running: the time of
+three heartbeats."""
 STORE_FRESH_S = 40.0
-"""Seconds after a heartbeat in an object store during which the holder counts as running."""
+"""Seconds after a heartbeat in an object store during which the process that wrote it counts as running."""
 SILENT_S = 300.0
 """Age in seconds from which a load sample no longer proves that a task on another machine is running: the
 task may have ended, or that machine's clock may be wrong."""
 
 
 class LivenessMonitor:
-    """Finds out whether the holder of a task is running.
+    """Finds out whether the holder of a task (the process that holds its lock) is running.
 
     For a holder on another machine, this takes up to DEAD_AFTER_S.
     """
@@ -80,11 +82,14 @@ class LivenessMonitor:
 
     @property
     def holder(self) -> LockHolder | None:
-        """The holder at the last poll; None if there was no holder, or its name was incomplete."""
+        """The process that held the task at the last poll.
+
+        None if no process held it, or if the process had not written its whole name yet.
+        """
         return parse_holder(self.owner_content)
 
     def poll(self) -> bool | None:
-        """Look again and return whether the holder is running; None while that is not clear yet.
+        """Look again; return whether the task's holder is running, or None while that is not clear yet.
 
         Also return False if no process holds the task: the holder has released it, or its name is still
         incomplete after UNNAMED_AFTER_S. Raises OSError if the run's store does not answer.
@@ -110,7 +115,7 @@ class LivenessMonitor:
 def judge_holder(
     holder: LockHolder | None, observer: LockHolder, *, silent_s: float, dead_after_s: float, is_fresh: bool
 ) -> bool | None:
-    """Return whether the holder of a task runs; None while that is not clear yet.
+    """Return whether the process that holds a task runs; None while that is not clear yet.
 
     Without a `holder`, the lock was released, or the name in `owner` is incomplete. The last heartbeat was
     `silent_s` seconds ago. `is_fresh` says that a heartbeat was seen, and not long ago.
@@ -126,7 +131,7 @@ def judge_holder(
 
 
 def monitor_of(run_dir: RunDir) -> LivenessMonitor:
-    """Return a monitor of the holder of this task."""
+    """Return a monitor of the process that holds this task."""
     objects = run_dir.store.objects
     if objects is None:
         return LivenessMonitor(lambda: look_at_files(run_dir.task_directory))
@@ -142,10 +147,10 @@ def read_owner(run_dir: RunDir) -> bytes:
 
 
 def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[float], object]) -> None:
-    """Wait until all holders are known to be dead. Raises TaskHeldError as soon as one is known to run.
+    """Wait until the holders of several tasks are all known to be dead.
 
-    All holders are watched at the same time. A key of `monitors` is the name of a task in messages. `sleep`
-    may raise to end the wait.
+    All are watched at the same time. A key of `monitors` is the name of a task in messages. `sleep` may raise
+    to end the wait. Raises TaskHeldError as soon as one holder is known to run.
     """
     unclear, has_warned = dict(monitors), False
     while unclear:

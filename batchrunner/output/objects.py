@@ -183,7 +183,7 @@ class RunObjects:
 
     @contextlib.contextmanager
     def _request(self, name: str) -> Iterator[None]:
-        """Turn errors of a request about an object into OSError; errors of local files pass unchanged."""
+        """Raise OSError in place of obstore's errors in the block; errors of local files pass unchanged."""
         try:
             yield
         except STORE_ERRORS as failure:

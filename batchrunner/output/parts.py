@@ -39,7 +39,7 @@ class Journal:
         """Create the journal. A file that an earlier failed call left at `path` is overwritten."""
         self.path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        self._end = 0  # The size in bytes of the complete frames on disk.
+        self._end = 0  # The size in bytes of the tables that are completely on disk.
         try:
             sync_directory(path.parent)
         except OSError:
@@ -67,7 +67,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[pa.Table]:
-    """Yield the table of each frame of a journal, up to the first torn or damaged frame.
+    """Yield the tables that were appended to a journal, up to the first that is torn or damaged.
 
     Raises FileNotFoundError if the journal has been deleted, for example because it became a part file.
     """
@@ -128,7 +128,7 @@ def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], l
                 counts = sum_of([counts_in(table.schema) for table in remaining])
                 rows = with_counts(pa.concat_tables(remaining).sort_by("row"), counts)
                 pq.write_table(rows, temporary, compression="zstd", row_group_size=1 << 17)
-                # The end of this block publishes the file, which only the holder of the lock may do.
+                # The end of this block publishes the file, which only the process with the lock may do.
                 lock.verify()
             break
         except FileExistsError:

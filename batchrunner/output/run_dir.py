@@ -47,7 +47,8 @@ _RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.patte
 """Matches the names, relative to the run directory, that only the run may write: those of its files, and all
 names in its directories."""
 SEGMENT = "turns-"
-"""Prefix of the names of the files in a task's directory that hold turns of rollouts (turns.py)."""
+"""Prefix of the names of files in a task's directory that hold the model's answers in unfinished rollouts
+(turns.py)."""
 PLACE = ".place.json"
 """Name of the file in a working copy with the URI of its run and the storage options, without secrets."""
 RUN_ID = "run_id"
@@ -69,7 +70,7 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.task_directory = self.tasks / task
         self.owner = f"tasks/{task}/{OWNER}"
-        """Name of the object `owner`, which names the task's holder in an object store."""
+        """Name of the object `owner`, which in an object store names the process that holds the task."""
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"

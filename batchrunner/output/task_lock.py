@@ -63,8 +63,8 @@ HEARTBEAT_S = 5.0
 STORE_HEARTBEAT_S = 15.0
 """Seconds between two heartbeats in an object store, which makes 240 requests an hour."""
 TRUSTED_S = 45.0
-"""Seconds after its last heartbeat in an object store during which a holder may rely on its lock. Others
-replace a holder only after a silence of DEAD_AFTER_S, which is longer."""
+"""Seconds for which a process may rely on its lock in an object store after it wrote a heartbeat. Other
+processes take the lock over only after a silence of DEAD_AFTER_S, which is longer."""
 DIRECTORY_TRIES = 100
 """Maximum number of tries to create `owner` in a task's directory while other processes delete the
 directory."""
@@ -101,11 +101,11 @@ class TaskLock(ABC):
 
     @property
     def token(self) -> str:
-        """Random name of this holder, which is a part of the names of its files."""
+        """Random name of this process as holder of the lock; a part of the names of its files."""
         return self._me.token
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
-        """Become the holder. Wait up to DEAD_AFTER_S to see whether a holder on another machine is dead.
+        """Acquire the lock. Wait up to DEAD_AFTER_S to see whether a holder on another machine is dead.
 
         `dead_owner` is the content of `owner` if its holder is already known to be dead. Raises TaskHeldError
         if a running process holds the lock, OSError if nothing can be written.
@@ -127,7 +127,10 @@ class TaskLock(ABC):
         self.is_abandoned = True
 
     def forget_predecessor(self) -> None:
-        """Forget the dead holder, whose journals and part files have been recovered or discarded."""
+        """Forget the dead holder that this process replaced.
+
+        Its journals and part files have been recovered or discarded.
+        """
         self.predecessor = None
 
     def _raise_lost(self, owner: bytes) -> None:
@@ -144,7 +147,7 @@ class TaskLock(ABC):
 
     @abstractmethod
     def _replace(self, dead_owner: bytes) -> bool:
-        """Replace the name of a dead holder in `owner` with ours, and return True.
+        """Replace the name of a dead holder in `owner` by the name of this process, and return True.
 
         Return False if `owner` was only removed, or if another process was faster. The caller then calls
         `_create` again.
@@ -152,7 +155,7 @@ class TaskLock(ABC):
 
     @abstractmethod
     def _monitor(self) -> LivenessMonitor:
-        """Return a monitor of the current holder."""
+        """Return a monitor that tells whether the process that holds the lock runs."""
 
     @abstractmethod
     def beat(self) -> None:
@@ -254,7 +257,7 @@ class FileTaskLock(TaskLock):
 
         Raises TaskLockLostError if `owner` names another process, OSError if it cannot be read.
         """
-        # The `_replace` of a slow process may have renamed our `owner` by mistake. It restores the file at
+        # A slow process that runs `_replace` may have renamed our `owner` by mistake. It restores the file at
         # once, so a few tries are enough.
         for _ in range(3):
             holder = parse_holder(read_bytes(self._owner, strict=True))
@@ -278,7 +281,8 @@ class FileTaskLock(TaskLock):
             else:
                 (self._directory / HEARTBEAT).unlink(missing_ok=True)
                 self._owner.unlink(missing_ok=True)
-        # The token is removed last, because other threads consider a holder without this entry dead.
+        # The token is removed last: as soon as it is missing here, other threads of this process consider
+        # this holder dead.
         HELD_HERE.discard(self.token)
 
 
@@ -340,7 +344,10 @@ class StoreTaskLock(TaskLock):
         return self._e_tag is not None
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Write our name in place of a dead holder's name; return False if another process was faster."""
+        """Write the name of this process into `owner`, in place of a dead holder's name.
+
+        Return False if another process was faster.
+        """
         content, e_tag = self._objects.read(self._name) or (None, None)
         if content != dead_owner:
             return False
@@ -356,7 +363,7 @@ class StoreTaskLock(TaskLock):
         )
 
     def beat(self) -> None:
-        """Rewrite the object `owner` with a higher counter, unless another process has replaced us.
+        """Rewrite the object `owner` with a higher counter, unless another process has taken this lock over.
 
         The change shows that this process runs. Raises OSError if the store does not answer.
         """
@@ -368,9 +375,9 @@ class StoreTaskLock(TaskLock):
             self.beacon.beat()
 
     def _write(self, holder: LockHolder) -> None:
-        """Write a holder into `owner`, unless another process has replaced us.
+        """Write the name of a process into `owner`, unless another process has taken this lock over.
 
-        `_e_tag` is None afterwards if another process has. Raises OSError if the store does not answer.
+        In that case, `_e_tag` is None afterwards. Raises OSError if the store does not answer.
         """
         if self._e_tag is not None:
             asked_at = self._clock()

@@ -25,7 +25,7 @@ from batchrunner.output.parts import Journal, read_journal
 from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, RunDir
 
 SEGMENT_BYTES = 64 << 20
-"""Size in bytes of the answers in a segment (a journal file) after which a new segment begins."""
+"""Size in bytes of the answers in a segment (one of the journal files) after which a new segment begins."""
 _SCHEMA = pa.schema({"row": pa.int64(), "turn": pa.string()})
 """Columns of a segment (a journal file). `turn` is an answer as JSON: its TurnKey, the number of attempts,
 the error, and the Completion. A null instead of an answer makes the earlier answers of the row invalid,
@@ -56,15 +56,18 @@ class TurnStore:
         """Entries (pairs of the columns in _SCHEMA) that are not on disk yet."""
         self._writing = asyncio.Lock()
         self._journal: Journal | None = None
-        """Journal file of the newest segment; None before the first answer."""
+        """Journal of the newest segment, to which answers are appended; None before the first answer."""
         self._bytes = 0
-        """Size in bytes of the newest segment's answers."""
+        """Size in bytes of the answers in the newest segment (journal file)."""
         self._next_number = 0
-        """Number of the next segment."""
+        """Number in the name of the next segment (journal file)."""
         self._lock = threading.Lock()  # `ended` is called in the thread that writes part files.
 
     def load(self, lease: Lease) -> None:
-        """Read the stored answers of the rows of a lease. Blocks. Raises StorageError."""
+        """Read the stored answers of the rows of a lease (the rows that this worker reserved). Blocks.
+
+        Raises StorageError if they cannot be read.
+        """
         if not lease.turn and self._run_dir.task != MAIN_TASK:
             # No other task has held this lease, so there are no answers. The main task, whose run is not
             # shared, may have written answers in an earlier attempt.
@@ -115,7 +118,7 @@ class TurnStore:
         await self._put((row, None))
 
     async def _put(self, turn: tuple[int, str | None]) -> None:
-        """Write an entry to a segment durably.
+        """Write an entry (the answer of a row, or None) to a segment, durably.
 
         Entries that arrive during a write are then written together, so that one sync serves many calls.
         """
@@ -129,10 +132,10 @@ class TurnStore:
                 del self._unwritten[: len(batch)]
 
     def ended(self, rows: BitMap64) -> None:
-        """Delete the segments whose rows are all in part files now, except the newest segment.
+        """Delete the segments (journal files) whose rows are all in part files now.
 
-        The newest segment is still open for further answers. `rows` are the rows of a new part file. Raises
-        OSError if a segment cannot be deleted.
+        The newest segment is kept, because it is still open for further answers. `rows` are the rows of a new
+        part file. Raises OSError if a segment cannot be deleted.
         """
         with self._lock:
             for path in [*self._segments]:
@@ -142,7 +145,7 @@ class TurnStore:
                     del self._segments[path]
 
     def close(self) -> None:
-        """Write the remaining answers, and close the newest segment."""
+        """Write the answers that are not on disk yet, and close the newest segment (journal file)."""
         with contextlib.suppress(OSError):
             if self._unwritten:
                 self._append(self._unwritten)
@@ -150,7 +153,7 @@ class TurnStore:
             self._end_segment()
 
     def _append(self, turns: list[tuple[int, str | None]]) -> None:
-        """Append entries to the newest segment, or to a new one if the newest is full.
+        """Append entries to the newest segment (journal file), or to a new one if the newest is full.
 
         Raises OSError if they cannot be written.
         """
