@@ -157,10 +157,10 @@ class Incident(NamedTuple):
 
 
 USUAL_MAX_RUNNING = 256
-"""Minimum limit of running requests for which a scheduler gets the default QueueBand. A scheduler with a
-lower limit gets a smaller band (`QueueBand.scaled`)."""
+"""A scheduler whose limit of running requests is at least this gets the default range of healthy queue
+lengths (QueueBand). A scheduler with a lower limit gets a smaller range (`QueueBand.scaled`)."""
 LEAST_LOW = 8
-"""Minimum value of `QueueBand.low` after scaling, in queued requests."""
+"""Minimum value of `low`, the lower end of a QueueBand in queued requests, after `scaled`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 _CURRENT: ContextVar[int] = ContextVar("current rollout", default=0)
-"""Number of the rollout that runs in this context."""
+"""Number of the rollout whose code runs in this context (`contextvars`)."""
 
 
 @dataclass(slots=True, eq=False)

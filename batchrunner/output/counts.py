@@ -27,12 +27,13 @@ MOST_GROUPS = 50
 further groups and reasons are counted as OTHER."""
 OTHER = "other reasons"
 ASKED_AGAIN = "asked_again"
-"""Key in `Completion.columns` for the AskedAgain records. It is not a result column."""
+"""Key in `Completion.columns` for records of the requests that were sent again after a rejected answer
+(AskedAgain). It is not the name of a result column."""
 Counts = TypeVar("Counts", "RowCounts", "CheckCounts")
 _DIGITS = re.compile(r"\d+")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _COUNTS = b"batchrunner_counts"
-"""Key in a table's metadata for its TableCounts."""
+"""Key in the metadata of a table of results, under which the counts of its rows (TableCounts) are stored."""
 
 
 def _sum(a: Counts, b: Counts) -> Counts:
@@ -44,7 +45,7 @@ class Failures:
     """Failed rows by reason. Messages that differ only in numbers and quoted words form one group."""
 
     rows: dict[str, int] = field(default_factory=dict)
-    """Number of rows of each group."""
+    """Number of failed rows in each group of similar messages."""
     examples: dict[str, tuple[int, str]] = field(default_factory=dict)
     """The first row of each group: its ordinal in the input, and its message."""
 
