@@ -44,8 +44,8 @@ class SignalWatch:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._previous_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        # The empty handler replaces the default action of the signal, which may be to end the process. An
-        # ignored signal stays ignored, as the caller of this process wanted.
+        # The empty handler replaces the default action of the signal, which may be to end the process. A
+        # signal that was ignored stays ignored: the program that started this process decided that.
         for number in self._caught:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, ignore_signal)

@@ -149,7 +149,7 @@ def job_of_batch(
 
     `engine` is a model, the addresses of servers, or a base job. A base job is a job file whose fields in
     _OF_BASE are used. By default, any number of requests may fail. `allows_repeated` tells whether several
-    lines may have one custom_id. Raises JobError.
+    lines may have one custom_id. Raises JobError if the base job or an override is invalid.
     """
     for override in overrides:
         name = override.partition("=")[0].strip()

@@ -68,7 +68,7 @@ def publish(
     Each file appears when it is complete, and replaces an older file of its name. If requests lack a result,
     return None and write no file. For a batch that ended early, pass `unanswered`: the custom_id and an error
     for each request, in the order of the batch file. A request without a result then gets that error. Raises
-    StorageError, and ResumeError if a part file is damaged.
+    StorageError if a file cannot be written, and ResumeError if a part file is damaged.
     """
     release_unused()  # Arrow's pool still keeps memory of the run that has just ended.
     run_json = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)

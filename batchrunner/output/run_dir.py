@@ -283,7 +283,7 @@ def _last_storage(address: StoreAddress) -> StorageSpec:
 def _with_copy(
     path: str, storage: StorageSpec | None, *, task: str, pattern: str, is_read_only: bool = False
 ) -> RunDir:
-    """Return a run. For a run in an object store, first fetch the files whose names match `pattern`.
+    """Return the RunDir of a run. If it is in an object store, fetch the files whose names match `pattern`.
 
     A task keeps its working copy for later attempts. With `is_read_only`, the run gets a separate copy.
     """

@@ -174,7 +174,8 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
 def write_run_json(run_dir: RunDir, job: Job, code_digests: Mapping[str, str], **values: Any) -> None:
     """Write run.json with the job and these values: `fingerprint`, `rows_total`, `engine` and `versions`.
 
-    `code_digests` has the code digest of each Python function of this attempt. Raises StorageError.
+    `code_digests` has the code digest of each Python function of this attempt. Raises StorageError if the
+    file cannot be written.
     """
     content = {
         "format": FORMAT,

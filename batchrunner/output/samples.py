@@ -14,7 +14,7 @@ from batchrunner.core.engine_info import SchedulerLoad
 
 
 class SchedulerSample(msgspec.Struct, kw_only=True):
-    """Load of one scheduler: the fields of `SchedulerLoad`, and from `window` on fields of the client."""
+    """Load of one scheduler: the fields of `SchedulerLoad`, and fields of this runner from `window` on."""
 
     scheduler: str
     running: int
@@ -41,7 +41,7 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, load: SchedulerLoad) -> SchedulerSample:
-        """Return a sample with this load, in which the fields of the client are unset."""
+        """Return a sample with the fields of a load; the fields from `window` on are unset."""
         return cls(**asdict(load))
 
 
