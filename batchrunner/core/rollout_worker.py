@@ -155,6 +155,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
         The record is in the step memory, which both processes share.
         """
+        # The start time is written before the number, as `running_step` expects.
         self._steps[_STARTED] = time.monotonic()
         self._steps[_ROLLOUT] = _CURRENT.get()
         try:

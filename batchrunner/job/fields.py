@@ -32,7 +32,7 @@ def _seconds(value: object) -> object:
     if not isinstance(value, str):
         return value
     match = _DURATION.fullmatch(value.strip().replace(" ", ""))
-    if not match or not any(match.groups()):
+    if not match or not any(match.groups()):  # Each group is optional, so the pattern also matches "".
         raise ValueError("a duration is a number of seconds, or a text such as 90s, 30m, 2h30m or 1d")
     return sum(float(number) * unit for number, unit in zip(match.groups(), _UNITS_S, strict=True) if number)
 
@@ -45,6 +45,7 @@ def _share(value: object) -> object:
         number = float(value.strip().removesuffix("%"))
     except ValueError:
         raise ValueError("a share is a text such as 1%, or a number such as 0.01") from None
+    # A text without % is returned unchanged, because pydantic converts it to a number.
     return number / 100 if value.strip().endswith("%") else value
 
 

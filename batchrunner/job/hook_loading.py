@@ -225,6 +225,7 @@ def annotations_of(function: Any) -> Annotations:
         if isinstance(inner, type):  # The function is a class, whose call returns an instance of it.
             hints: dict[str, Any] = {"return": inner}
         else:
+            # A callable object has its annotations at the method `__call__`.
             inner = inner if inspect.isroutine(inner) else type(inner).__call__
             hints = _type_hints(inner)
     except Exception as failure:  # noqa: BLE001 - evaluating an annotation may raise any error
@@ -271,6 +272,7 @@ def columns_of(kind: Any) -> Columns:
         return ()
     if hasattr(kind, "model_fields"):  # `kind` is a pydantic model.
         fields = {name: field.annotation for name, field in kind.model_fields.items()}
+    # A NamedTuple has `_fields`.
     elif dataclasses.is_dataclass(kind) or typing_extensions.is_typeddict(kind) or hasattr(kind, "_fields"):
         fields = typing.get_type_hints(kind, include_extras=True)
     else:
@@ -298,6 +300,7 @@ def _readable_by_pydantic(annotation: Any, enclosing: tuple[Any, ...]) -> Any:
     itself becomes a dict there. Raises NameError if an annotation names an unknown class.
     """
     is_typed_dict = typing_extensions.is_typeddict(annotation)
+    # A dataclass of pydantic itself has `__pydantic_fields__`, and needs no replacement.
     is_dataclass = dataclasses.is_dataclass(annotation) and not hasattr(annotation, "__pydantic_fields__")
     if is_typed_dict or is_dataclass:
         if annotation in enclosing:
@@ -331,6 +334,7 @@ def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
     if not annotations.columns:
+        # Encoding to JSON and decoding again leaves only values of JSON types.
         return _read_mapping.decode(msgspec.json.encode(fields))
     from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
 

@@ -72,6 +72,7 @@ def load_job(
                 tree["engine"] = _engine_tree(tree["engine"])
     faults.raise_all()
     if isinstance(source, (str, Path)) and source != "-":
+        # Python functions are looked up in the directory of the job file by default.
         tree.setdefault("python_path", [str(_job_path(source).absolute().parent)])
         name = name or str(source)
     job: Job = validated(Job, tree, name or "job")
@@ -254,7 +255,7 @@ def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
         faults = Faults()
         for problem, hint in _explain(failure, kind, tree):
             faults.add(JobError(f"{name}: {problem}", hint=hint))
-        faults.raise_all()
+        faults.raise_all()  # There is at least one fault, so this call always raises.
 
 
 class _Location(NamedTuple):
@@ -339,6 +340,7 @@ def _faults_at(
     else:
         messages = dict.fromkeys(map(_message, problems))
         value = problem["input"]
+        # A whole section would be too long for the message.
         got = "" if isinstance(value, (Mapping, BaseModel)) else f" (got {value!r:.200})"
         hint = None
         if isinstance(value, bool) and any(error["type"] == "string_type" for error in problems):
