@@ -116,7 +116,8 @@ def file_of_part(part: Any) -> int | None:
         return None
     kind = part.get("type")
     index = part.get(kind) if isinstance(kind, str) and kind in KINDS else None
-    return index if type(index) is int else None  # A bool is no index, although it is an `int`.
+    # A bool is no index, although it is an `int`.
+    return index if type(index) is int else None
 
 
 def with_labels(message: Mapping[str, Any], files: Sequence[PromptFile]) -> Mapping[str, Any]:

@@ -131,7 +131,8 @@ def run_rollouts(
     except BaseException:  # noqa: BLE001 - for example, the function has stopped the loop
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # Unlike sys.exit, os._exit does not wait for threads that the function has started.
+    # Unlike sys.exit, os._exit does not wait for threads that the function has started.
+    os._exit(0)
 
 
 class _Loop(asyncio.SelectorEventLoop):

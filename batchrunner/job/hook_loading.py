@@ -317,7 +317,8 @@ def _readable_by_pydantic(annotation: Any, enclosing: tuple[Any, ...]) -> Any:
         return readable[0]  # The column is the same whether or not the key may be missing.
     if origin in _UNIONS:
         return functools.reduce(operator.or_, readable)
-    return origin[readable[0] if len(readable) == 1 else readable]  # For example list[X].
+    # A type with one argument is written `list[X]`, a type with several `dict[X, Y]`, which takes a tuple.
+    return origin[readable[0] if len(readable) == 1 else readable]
 
 
 def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:

@@ -255,7 +255,8 @@ def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
         faults = Faults()
         for problem, hint in _explain(failure, kind, tree):
             faults.add(JobError(f"{name}: {problem}", hint=hint))
-        faults.raise_all()  # There is at least one fault, so this call always raises.
+        # There is at least one fault, so this call always raises.
+        faults.raise_all()
 
 
 class _Location(NamedTuple):

@@ -189,6 +189,7 @@ class NativeTask(ForwardTask):
             return failure
         metas = [result.meta_info for result in results]
         version = metas[0].weight_version  # All prompts of a row are sent to the same server.
+        # The model has generated no text, so there are no texts, finish reasons and output tokens.
         return Completion(
             texts=[],
             finish_reasons=[],
@@ -547,6 +548,7 @@ class EmbedTask(ForwardTask):
             vector = self.stored(_numbers(item))
         except RequestError as failure:
             return failure
+        # The model has generated no text, so there are no texts, finish reasons and output tokens.
         return Completion(
             texts=[],
             finish_reasons=[],

@@ -85,7 +85,7 @@ def _shown_plain(scalar: Any) -> Any:
 def _vectors(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
     """Build an array of vectors directly from their bytes, so that no number becomes a Python object."""
     is_null = [value is None for value in values]
-    vectors = [value or b"" for value in values]
+    vectors = [value or b"" for value in values]  # A null takes no bytes.
     number_bytes = _VECTORS[kind]
     lengths = [len(vector) // number_bytes for vector in vectors]
     offsets = list(accumulate(lengths, initial=0))

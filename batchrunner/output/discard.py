@@ -126,4 +126,5 @@ def discard_failed_rows(run_dir: RunDir, lock: TaskLock) -> None:
             rows_without_error = with_counts(part.read().filter(pc.is_null(errors)), counts)
         with writing(path), whole_file(path, publish=run_dir.store.replace) as temporary:
             pq.write_table(rows_without_error, temporary, compression="zstd")
+            # The end of the block replaces the part file, which only the process with the lock may do.
             lock.verify()

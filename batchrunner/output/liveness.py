@@ -73,7 +73,8 @@ class LivenessMonitor:
         """The last result of `look`."""
         self._changed_at = clock()
         """Time at which a poll last found another result than before."""
-        self._has_beaten = False  # `_has_beaten` becomes True when a poll finds a new heartbeat.
+        # `_has_beaten` becomes True when a poll finds a new heartbeat.
+        self._has_beaten = False
 
     @property
     def owner_content(self) -> bytes:

@@ -120,7 +120,8 @@ class TaskLock(ABC):
                 dead_owner = monitor.owner_content
             if self._replace(dead_owner):
                 break
-            dead_owner = None  # Another process may have acquired the lock, so look again at its holder.
+            # Another process may have acquired the lock, so look again at its holder.
+            dead_owner = None
 
     def abandon(self) -> None:
         """Make `release` mark the task as abandoned, so that the next process recovers the task."""
@@ -335,7 +336,8 @@ class StoreTaskLock(TaskLock):
         self._beaten_at = 0.0
         """Time before the request of the last write, by `clock`. Counted from then, TRUSTED_S is on the safe
         side, because the store may have applied the write at any time before its reply."""
-        self._writing = threading.Lock()  # The heartbeat and `verify` write `owner` in different threads.
+        # The lock is necessary because the heartbeat and `verify` write `owner` in different threads.
+        self._writing = threading.Lock()
 
     def _create(self) -> bool:
         asked_at = self._clock()
@@ -403,7 +405,7 @@ class StoreTaskLock(TaskLock):
         with self._writing, contextlib.suppress(OSError):
             holder = self.predecessor or replace(self._me, is_clean=not self.is_abandoned)
             self._write(replace(holder, pid=ABANDONED_PID))
-        self._e_tag = None
+        self._e_tag = None  # A heartbeat that comes later writes nothing without an e_tag.
         HELD_HERE.discard(self.token)
 
 
@@ -471,4 +473,5 @@ def _raise_if_lost(lock: TaskLock, failure: BatchrunError) -> None:
         lost.report = failure.report
         raise lost from failure
     except (OSError, StorageError):
-        pass  # The disk or store does not tell who holds the lock, so the caller raises `failure`.
+        # The disk or store does not tell who holds the lock, so the caller raises `failure`.
+        pass

@@ -61,7 +61,8 @@ class TurnStore:
         """Size in bytes of the answers in the newest segment (journal file)."""
         self._next_number = 0
         """Number in the name of the next segment (journal file)."""
-        self._lock = threading.Lock()  # `ended` is called in the thread that writes part files.
+        # The lock is necessary because `ended` is called in the thread that writes part files.
+        self._lock = threading.Lock()
 
     def load(self, lease: Lease) -> None:
         """Read the stored answers of the rows of a lease (the rows that this worker reserved). Blocks.

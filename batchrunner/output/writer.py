@@ -164,7 +164,8 @@ class ResultWriter:
                 else:
                     await self._write()
         finally:
-            self._has_room.set()  # If this task failed, a waiting `put` then raises the error.
+            # If this task failed, a waiting `put` then raises the error.
+            self._has_room.set()
 
     def _due_s(self) -> float | None:
         """Return the seconds until the buffer's oldest row, or the part file, must be written.
@@ -223,7 +224,8 @@ class ResultWriter:
         part = self._part
         self._publishing = asyncio.ensure_future(self._publish(part))
         self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
-        self._has_room.set()  # `put` may wait for room, which the new, empty part file gives.
+        # `put` may wait for room, which the new, empty part file gives.
+        self._has_room.set()
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part file. Rows that finish meanwhile belong to the next part file."""
