@@ -184,6 +184,7 @@ class HookPool:
                 process.close()
             process = self._local.process = HookProcess(self.setup)
             self._processes.append(process)
+        # All processes load the same functions, so the properties from the first process are kept.
         for facts in process.facts():
             self.facts.setdefault(facts.where, facts)
         return process

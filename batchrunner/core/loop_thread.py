@@ -173,6 +173,7 @@ async def call_in_thread(blocking: Callable[..., T], *args: Any, **options: Any)
         return await asyncio.shield(call)
     except asyncio.CancelledError:
         stop.set_result(None)
+        # Wait for the end of the call, and drop its error.
         await asyncio.gather(call, return_exceptions=True)
         raise
     finally:

@@ -58,9 +58,8 @@ def load_functions(
 ) -> tuple[list[HookFacts], list[Callable[..., Any]]]:
     """Import the Python functions of a job.
 
-    Return the properties of each function, and a callable that calls it and converts its result.
-
-    Raises HookLoadError if a function cannot be imported or called.
+    Return the properties of each function, and a callable that calls it and converts its result. Raises
+    HookLoadError if a function cannot be imported or called.
     """
     loaded = [_load(function) for function in functions]
     return [facts for facts, _ in loaded], [caller for _, caller in loaded]

@@ -81,6 +81,7 @@ def publish(
             stack.enter_context(writing(run_dir.path))
             make_directory(run_dir.path)
             work = stack.enter_context(work_directory(run_dir, run_dir.path))
+            # A set, because `errors` may be the same file as `results`.
             files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
             rows = _result_rows(run_dir, work) if run_json else iter(())
             if unanswered is not None:

@@ -127,7 +127,8 @@ def _merged_rows(run_dir: RunDir) -> int:
 def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
     """Create a directory for temporary files in `parent` and delete it afterwards.
 
-    Raises OSError, and ResumeError if the part files that the block reads do not belong together.
+    Raises OSError if the directory cannot be created, and ResumeError if the part files that the block reads
+    do not belong together.
     """
     work = parent / f".merge-{secrets.token_hex(4)}"
     try:

@@ -246,6 +246,7 @@ def _aws_credentials() -> dict[str, Any]:
     try:
         return {"credential_provider": Boto3CredentialProvider()}
     except Exception as failure:  # noqa: BLE001 - botocore has an error class for each way to be misconfigured
+        # Boto3CredentialProvider raises ValueError if boto3 finds no credentials.
         why = "none were found" if isinstance(failure, ValueError) else first_line(failure)
         raise JobError(
             f"AWS credentials: {why}",

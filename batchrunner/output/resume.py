@@ -91,6 +91,7 @@ def read_done(run_dir: RunDir) -> DoneRows:
     for table in journals:
         rows_of_parts = done.rows
         rows = table.column("row").to_pylist()
+        # A row of a journal that has just become a part file is counted only once.
         not_in_parts = [index for index, row in enumerate(rows) if row not in rows_of_parts]
         if not_in_parts:
             done.add(table.take(arrow_array(not_in_parts, pa.int64())))
