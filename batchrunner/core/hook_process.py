@@ -98,7 +98,7 @@ class HookProcess:
         """
         limit_s = self._setup.limit_s
         results, self.is_fit = self._request(number, rows, limit_s=limit_s, limit_name=" (limits.python)")
-        checked: list[HookResult] = results
+        checked: list[HookResult] = results  # The assignment tells the type checker the type.
         return checked
 
     def kill(self) -> None:

@@ -73,8 +73,8 @@ class LibraryCall:
     def job(self, schema: pa.Schema, paths: Sequence[str], output: Path) -> Job:
         """Return the job that reads the files `paths` and writes to the directory `output`.
 
-        `schema` has the columns of the input. Raises JobError. Raises InputError if the call has no prompt
-        and the input has not exactly one text column.
+        `schema` has the columns of the input. Raises JobError for invalid arguments of the call, and
+        InputError if the call has no prompt and the input has not exactly one text column.
         """
         prompt = self.prompt
         if prompt is None:

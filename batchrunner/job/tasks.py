@@ -632,7 +632,7 @@ class VectorLength:
     def _learn(self, requests: Sequence[Request], lengths: Sequence[int | None]) -> None:
         """Set the expected length to the most frequent length so far, unless it is confirmed already.
 
-        Each of `lengths` is that of the vector of the request, or None if the request has no vector.
+        `lengths` has the length of each request's vector; None for a request without a vector.
         """
         for request, length in zip(requests, lengths, strict=True):
             if length is not None and not self._is_confirmed:

@@ -76,7 +76,7 @@ def _shown_plain(scalar: Any) -> Any:
         return _shown(scalar.cast(pa.timestamp(kind.unit))) + _UTC
     if pt.is_duration(kind):  # The duration is too long for Python's timedelta.
         return f"{scalar.value} {kind.unit}"
-    if pt.is_temporal(kind):
+    if pt.is_temporal(kind):  # Arrow writes a space where ISO 8601 has a T.
         return scalar.cast(pa.string()).as_py().replace(" ", "T")
     # The only remaining case is a text with invalid UTF-8.
     return scalar.as_buffer().to_pybytes().decode(errors="replace")

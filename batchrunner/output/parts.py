@@ -117,9 +117,8 @@ def write_part(run_dir: RunDir, first_number: int, tables: Sequence[pa.Table], l
     The number is the first free number from `first_number` on. If a part file with a number exists, it is
     kept, and the rows in it are not written again. If it has all remaining rows, nothing is written, and its
     number is returned. The caller may not know of such a part file for two reasons: its listing was stale, or
-    an earlier try of this call failed after it had written the part file. Raises OSError if
-    the file cannot be written, and TaskLockLostError if another process has taken the lock. No file is left
-    behind then.
+    an earlier try of this call failed after it had written the part file. Raises OSError if the file cannot
+    be written, and TaskLockLostError if another process has taken the lock. No file is left behind then.
     """
     remaining = [*tables]
     for number in count(first_number):

@@ -44,6 +44,7 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
     `files` describes the input files in their order, each with path, rows, digest and size. If `model` is
     empty, the models of two attempts are not compared.
     """
+    # Fields of the job that only its task has, such as `output.dimensions` of `embed`.
     fields = () if job.task == GENERATE else TASKS[job.task].takes
     return {
         "files": files,

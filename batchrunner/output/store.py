@@ -253,7 +253,8 @@ class ObjectStore(Store):
     def add(self, temporary: Path, path: Path) -> None:
         """Create the object, then the local file.
 
-        If the object exists already, fetch it into the working copy and raise FileExistsError.
+        If the object exists already, fetch it into the working copy, where the caller can read it, and raise
+        FileExistsError.
         """
         name = self._name(path)
         e_tag = self.objects.create(name, temporary.read_bytes())

@@ -220,7 +220,7 @@ class FileTaskLock(TaskLock):
             finally:
                 os.close(file)
             sync_directory(self._directory)
-            self.beat()
+            self.beat()  # Write the first heartbeat at once, not only after the first pause.
         except FileNotFoundError:  # The directory and `owner` were deleted, so there is no lock to release.
             raise
         except OSError:

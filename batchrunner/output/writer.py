@@ -136,8 +136,7 @@ class ResultWriter:
         self._changed.set()
         try:
             if self._writing is not None:
-                # Without `shield`, a cancellation of `close` would also cancel the task, in place of the code
-                # below.
+                # If `close` is cancelled, `shield` leaves the cancellation of this task to the code below.
                 await asyncio.shield(self._writing)
             await self._wait_for_part()
         finally:
