@@ -56,16 +56,17 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     prefixes: list[Hashable] = [0] * rows
 
     def shared_text(name: str, prefixes: Sequence[Hashable]) -> float:
-        """Return the mean prompt length that the cache saves if column `name` follows these prefixes.
+        """Estimate the length of text that the cache saves if column `name` follows these prefixes.
 
-        A row saves the column's text if an earlier row has the same prefix and the same value.
+        A row saves the column's text if an earlier row has the same prefix and the same value. The texts of
+        the rows that save it are assumed to have the column's mean length.
         """
         combinations = set(zip(prefixes, values[name], strict=True))
         share_of_rows = 1 - len(combinations) / max(1, rows)
         return lengths[name] * share_of_rows
 
     def gain(name: str) -> float:
-        """Return the prompt length that column `name` saves, plus that of the best column after it."""
+        """Return the text that column `name` saves, plus what the best other candidate saves after it."""
         longer_prefixes = list(zip(prefixes, values[name], strict=True))
         gains_after = [shared_text(other, longer_prefixes) for other in candidates if other != name]
         return shared_text(name, prefixes) + max(gains_after, default=0.0)

@@ -59,6 +59,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         # Some tools mark a directory by an empty object whose key ends with a slash.
         objects = [entry for entry in entries if entry["size"] or not entry["path"].endswith("/")]
         infos = [self._record(f"{bucket}/{entry['path']}", entry) for entry in objects]
+        # The next lookup of a listed object takes its entry, and so needs no request.
         self._listed |= {info.path: info for info in infos}
         return infos
 

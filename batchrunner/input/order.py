@@ -160,6 +160,8 @@ def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[floa
     if not total_bytes:
         return 0.0, 0.0
     ordered = sorted((prompt, number) for number, stretch in enumerate(sample) for prompt in stretch)
+    # For each prompt, the lengths of the longest prefixes that it shares with earlier prompts: first of its
+    # own stretch, then of other stretches.
     shared_with_earlier = list(_nearest(ordered))
     bytes_in_stretches = sum(in_stretch for in_stretch, _ in shared_with_earlier)
     is_whole_input = len(ordered) == rows
@@ -178,9 +180,11 @@ def _gains_of_sorting(
     """Return the bytes that sorting saves for each sampled row with an alike row in another stretch.
 
     `ordered` holds the sorted prompts, each with the number of its stretch. `shared_with_earlier` is the
-    result of `_nearest(ordered)`. A prefix that nearly all prompts share does not make rows alike, because
-    the prefix cache reuses it in any order.
+    result of `_nearest(ordered)`: for each prompt, the lengths of the longest prefixes that it shares with
+    earlier prompts, first of its own stretch, then of other stretches. A prefix that nearly all prompts share
+    does not make rows alike, because the prefix cache reuses it in any order.
     """
+    # The search from the end finds the later prompts that share the longest prefix.
     shared_with_later = reversed(list(_nearest(ordered[::-1])))
     # In sorted order, all prompts between two prompts share the prefix that the two share. So the prefix of
     # the prompts at 5 % and 95 % of the sample is shared by at least 90 % of its prompts.
@@ -250,8 +254,8 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     previous_prompt, previous_stretch = b"", 0
     for prompt, stretch in ordered:
         shared = common_length(previous_prompt, prompt)
+        # The list is built anew only if a length changes.
         if shared < max(shared_by_stretch):
-            # Otherwise, each minimum would keep its value.
             shared_by_stretch = [min(shared, length) for length in shared_by_stretch]
         shared_by_stretch[previous_stretch] = shared
         other_stretches = shared_by_stretch[:stretch] + shared_by_stretch[stretch + 1 :]

@@ -158,10 +158,10 @@ class _RecordColumn:
         return main_type, (total - main_count) / max(1, total)
 
     def type(self) -> pa.DataType:
-        """Return the type of the column: the main type, or text if too many values are odd.
+        """Return the type of the column: that of most values, or text if too many values do not fit it.
 
-        A column of lists or structs may have a share of odd values up to MOST_ODD; any other column may have
-        none.
+        In a column of lists or structs, a share of up to MOST_ODD may not fit. In any other column, all
+        values must fit.
         """
         main_type, odd_share = self.main_type()
         most_odd = MOST_ODD if pt.is_nested(main_type) else 0.0
@@ -179,7 +179,10 @@ class _Records:
         """The odd value of each column that became text although most values are lists or structs."""
 
     def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return a batch of records converted to the schema."""
+        """Return a batch of records converted to the schema.
+
+        An odd value, which does not fit the type of its column, makes its record fail.
+        """
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         lines: list[int] = columns[LINE].to_pylist()
         problems: list[str | None] = columns[PROBLEM].to_pylist()
@@ -188,7 +191,7 @@ class _Records:
                 continue
             column = columns.get(name, pa.nulls(len(lines)))
             json_column = columns.get(f"{AS_JSON}{name}")
-            # All values of the column have the same type, which fits: no value needs to be looked at.
+            # All values of the column have the same type, and this type fits, so no value is checked.
             if json_column is None and _fits(column.type, kind):
                 columns[name] = _as_type(column, kind)
                 continue

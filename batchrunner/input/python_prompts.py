@@ -35,6 +35,7 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
         return request._replace(
             kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
         )
+    # An assistant message at the end is kept, because the function puts it there for the model to continue.
     messages = conversation(label, prompt, continues=True)
     return request._replace(kind=kind, prompt=messages, continues=messages[-1]["role"] == ASSISTANT)
 

@@ -352,10 +352,12 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
     faults.raise_all()
     columns = {name for _, template in templates for name in template.columns}
     if not columns:
+        # The user may have written {column} in place of {{ column }}.
         _refuse_single_braces(str(sources), dataset)
     kind: PromptKind = "messages" if prompt.text is None else "text"
     prompt_of: Callable[[Row], Any] = partial(_messages, templates)
     if prompt.text is not None:
+        # The whole prompt is one text, so it has a single template.
         ((_, text_template),) = templates
         prompt_of = text_template.render
     if prompt.fields:

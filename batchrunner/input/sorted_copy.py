@@ -283,7 +283,8 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
         if bucket_bytes >= BUCKET_BYTES:
             yield position
             bucket_bytes = 0
-    # The last bucket ends after the last row. If the last group filled a bucket, the last bucket is empty.
+    # The last bucket ends one position later, because the ends must ascend: if the last group filled a
+    # bucket, that bucket ends at `position`, and the last bucket is empty.
     yield position + 1
 
 

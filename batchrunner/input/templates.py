@@ -105,8 +105,9 @@ class _ColumnCode:
                 hint = f"the name of the column is not an identifier: write {expression}"
             raise JobError(f"{where}: line {line}: {problem}, in {text[:LINE_SHOWN]!r}", hint=hint) from None
         self._source = source
-        for name in sorted(columns.difference(available)):
-            raise unknown_column(JobError, where, name, available, in_template=True)
+        unknown_names = sorted(columns.difference(available))
+        if unknown_names:
+            raise unknown_column(JobError, where, unknown_names[0], available, in_template=True)
         self.columns = sorted(columns)
         self.printed = sorted(columns.intersection(_printed(tree)))
         """Columns whose values are printed, directly or through filters of PRINTING."""
@@ -158,7 +159,8 @@ class Template(_ColumnCode):
         is no such column, the text of the expression is returned.
         """
         expression = ""
-        # Render the row once more by slower code, which notes the failing expression in the error.
+        # Render the row once more by slower code, which adds the failing expression to the error as a note:
+        # a field such as `author.name`, or the names in the expression, divided by commas.
         try:
             _environment(_NamingCode).from_string(self._source).render(self._variables(row))
         except Exception as failure:  # noqa: BLE001 - templates may apply any operator to user data
@@ -404,9 +406,11 @@ def _columns_read(tree: nodes.Template, available: Collection[str]) -> tuple[set
     free_names = _free_names(tree, available)
     if ROW not in free_names:
         return free_names, False
+    # `row.items` and such are methods of the mapping, unless there is a column of this name.
     fields = [_field_of_row(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
     columns = {name for name in fields if name and (name in available or name not in _METHODS)}
-    # Any other use of `row`, such as a loop over it, may read any column.
+    # Each use of `row` that does not name a column, such as a loop over it, may read any column. There is
+    # such a use if `row` occurs more often than expressions that read a column of it.
     row_uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
     uses_with_column = sum(name in columns for name in fields)
     if uses_with_column != row_uses:

@@ -150,14 +150,14 @@ def run_on_ray(
                 plan_failed_rows(loaded)
             # Ray may restart actors without limit; `Workers` counts the deaths and sets the limit.
             actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
-            next_line = 0.0
+            next_line_at = 0.0
             with contextlib.closing(Workers(loaded, shared, control)) as group:
                 for _ in range(workers):
                     options = _scheduling_options(getattr(loaded.engine, "nodes", 1), cpus, gpus)
                     group.start(actor_class.options(**options).remote(quiet=quiet))
                 while await asyncio.to_thread(group.watch):
-                    if not quiet and time.monotonic() >= next_line:
-                        next_line = await asyncio.to_thread(show_progress, path, group.working)
+                    if not quiet and time.monotonic() >= next_line_at:
+                        next_line_at = await asyncio.to_thread(show_progress, path, group.working)
             return _report(group, path, control)
 
     return under_signals(work(), control, loaded.limits)

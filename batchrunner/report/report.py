@@ -297,6 +297,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     done = done_by_all(run_dir)
     # A row that is in two result files counts once.
     counts = replace(done.counts, ok=len(done.answered))
+    # All starts together are reported as one start, before which no row was done.
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     end = RunEnd(
         rows_total=report.rows_total,

@@ -74,7 +74,8 @@ def verdict_of(end: RunEnd) -> RunVerdict:
     if end.failure is not None:
         next_step = "" if end.failure.hint in str(end.failure) else end.failure.hint
         return RunVerdict(end.failure.exit_code, str(end.failure), next_step)
-    # A requested stop counts only if it has left rows.
+    # Rows remain that this worker has leased, or that no running worker has leased. A requested stop counts
+    # only in this case.
     if end.rows_left or end.rows_unheld:
         return _incomplete(end) if end.stop is None else end.stop
     if end.added_files:
@@ -96,6 +97,7 @@ def verdict_of(end: RunEnd) -> RunVerdict:
         end.rows_failed, rows_total=end.rows_total, max_failed_rows=end.max_failed_rows
     ):
         return RunVerdict(EXIT_FAILED_ROWS, f"done, but {failed_rows}")
+    # `rows_held` counts the remaining rows that other running workers have leased.
     return NOTHING_FREE if end.was_empty and end.rows_held else DONE
 
 

@@ -186,6 +186,8 @@ class Batches:
         """Take a batch from its current status to a final one; raises BatchrunError on an interruption."""
         try:
             if batch["in_progress_at"] is None:
+                # The memory suffices for one whole file at a time. The lock of the owner comes first, so that
+                # owners get the lock of the server in turn, however many batches they have.
                 async with self._whole_file_of[_owner_of(batch)], self._whole_file:
                     unfinished = self._state.unfinished_batches(_owner_of(batch))
                     other_batches = [each for each in unfinished if each is not batch]
@@ -257,7 +259,7 @@ class Batches:
 
         Raises BatchFileError for lines with unusable custom_ids, and TooManyRequestsError for more requests
         than the owner may have beside those of its `other_batches`. With any other fault, only the line
-        itself fails.
+        itself fails. The number of requests is stored in the batch's record.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows

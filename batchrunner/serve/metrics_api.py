@@ -46,7 +46,9 @@ class Readiness:
         return await asyncio.shield(self._check)
 
     async def _find_problem(self) -> str | None:
+        """Return why the server is not ready; None if its directory and its engine answer in time."""
         look = self._look
+        # If the last look still hangs, wait for it again, so that only one thread hangs.
         if look is None or look.done():
             look = self._look = asyncio.ensure_future(asyncio.to_thread(self._state.look))
         await asyncio.wait([look], timeout=READ_S)
@@ -89,6 +91,7 @@ class BatchTally:
     def update(self) -> list[Record]:
         """Bring the counts up to date; return the unfinished batches."""
         batches = self._state.records[BATCHES]
+        # The newest batches are last, so the batches after `_newest` have not been counted yet.
         for name in reversed(batches):
             if name == self._newest:
                 break
@@ -98,9 +101,12 @@ class BatchTally:
             batch = batches[name]
             owner, counts = batch.get(OWNER, ""), batch["request_counts"]
             if counts != last_counts and name in self._resumed:
+                # These are the first counts of a batch that an earlier process began. They include the
+                # requests of that process, so only later changes count.
                 self._resumed.remove(name)
             else:
                 for outcome in ("completed", "failed"):
+                    # A count that has fallen adds nothing.
                     ended = counts[outcome] - last_counts.get(outcome, 0)
                     self.ended_requests[owner, outcome] += max(0, ended)
             self._unfinished[name] = counts
@@ -144,6 +150,7 @@ class MetricsApi:
         """Return the metrics in the format that the client accepts, by default that of Prometheus."""
         if not request[OWNER_OF_CALL].admin:
             raise ApiError(403, "Only an admin may read the metrics.")
+        # `encode` calls `collect`, which cannot wait, so readiness is found before.
         self._is_ready = await self._readiness.problem() is None
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})

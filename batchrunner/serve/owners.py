@@ -250,6 +250,8 @@ class Owners:
     def tokens_of_day(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the tokens that owners have used on this day, and their limits; both empty without keys."""
         self._start_day()
+        # An account has the newest number of its owner. Owners without a batch since the server's start have
+        # no account, only the number that was read from the disk.
         used = {**self._tokens, **{name: account.tokens for name, account in self._accounts.items()}}
         limits = {
             owner.name: owner.max_tokens_per_day

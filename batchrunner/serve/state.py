@@ -137,6 +137,7 @@ class State:
         await asyncio.to_thread(write_json, path, {**record, **changes})
         record.update(changes)
         self.records[kind][name] = record
+        # Clients of the page learn from this counter that a batch has changed.
         self.changes[record.get(OWNER, "")] += kind == BATCHES
         log.info("%s: %s", name, record["status"])
 

@@ -216,7 +216,8 @@ class MediaPrompts:
                     hint=f"set prompt.{field}.placeholder to the token of the model, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
-        # The secret is random, so that no value of a row contains a mark by chance or on purpose.
+        # While templates are rendered, a mark stands for each file: a short text with the file's index. The
+        # secret in it is random, so that no value of a row contains a mark by chance or on purpose.
         self._secret = secrets.token_hex(8)
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
         self.columns = [column.name for column in self._columns]
@@ -228,6 +229,7 @@ class MediaPrompts:
 
         `ordinal` is the ordinal of the row in the input. Raises RowRefusedError.
         """
+        # In the rendered texts, a mark with the index of a file stands where the file belongs.
         marked_row = self._marked_row(ordinal, row)
         files = marked_row.files
         prompt = self._prompt_of(marked_row.values)

@@ -316,10 +316,13 @@ def _sums_of_workers(histories: Sequence[WorkerHistory]) -> dict[int, dict[Key, 
     for history in histories:
         # Replicas of two workers may have the same name.
         prefix = f"{history.task} " if has_several else ""
+        # If there are several workers, cells without a load sample are filled from the cell before. Otherwise
+        # a worker would count as idle there.
         for number, cell in _cells(history, fill=has_several):
             sums = grid.setdefault(number, {})
             for (name, scheduler), (total, number_of_values) in cell.items():
-                key = name, prefix + scheduler if scheduler else ""
+                # A gauge of the whole worker has no scheduler.
+                key = name, (prefix + scheduler) if scheduler else ""
                 sums[key] = sums.get(key, 0.0) + total / number_of_values
     return grid
 

@@ -281,13 +281,14 @@ def record_in(line: str) -> Record | None:
 
 
 def _record(line: str) -> Record | None:
-    """Parse a log line into a record, without a check that the line only quotes a request."""
+    """Parse a log line into a record; the line may only quote a request, which `record_in` checks."""
     # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
     if _ACCESS in line:
         # These lines of uvicorn are nine of ten lines in a large log.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
+    # "etract" finds both "Retract" and "retract".
     if "etract" in line and _RETRACTED.search(line) and "#running-req" not in line:
         return Retraction(_count(_GAINED, line))
     if "max_total_num_tokens=" in line and "server_args=" not in line:

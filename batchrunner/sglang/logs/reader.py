@@ -289,9 +289,11 @@ class LogReader:
 
     def read(self, path: Path) -> Self:
         """Read a log to its end. Raises InputError for a file that cannot be read or is not an SGLang log."""
-        # Arguments and failures are read into empty facts, apart from those of earlier logs. Afterwards
-        # `_add` fills the gaps from the earlier facts.
-        earlier, self._old_death = self.facts, None
+        # Arguments and failures of this log are read into empty facts. Afterwards `_add` takes over those of
+        # earlier logs that this log lacks.
+        earlier = self.facts
+        # No restart has been read in this log.
+        self._old_death = None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
             # Replace invalid bytes, because all lines that matter are ASCII.
@@ -362,7 +364,8 @@ class LogReader:
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
-        # The first KV pool in the log; the KV pool of a draft model may follow.
+        # The model is hybrid, because it has state slots. Only the first KV pool in the log counts, because
+        # that of a draft model may follow.
         elif pool.slots and pool.kv_gb is None:
             self.facts.states = pool._replace(kv_gb=record.gb)
 
@@ -380,9 +383,8 @@ class LogReader:
             self.series.prefills.add(batch, self.facts.chunk or 0)
             return
         states = self.facts.states
-        # Return the media files of a row; raise RowRefusedError. `value` is the column's value in this row.
-        # `row` is the ordinal of the row in the input. `pages` is the value of the column with the pages of
-        # PDF documents, if the job has one.
+        # The line may lack the usage of the state pool, which is 0 then. So the fraction that the running
+        # requests take is the least usage.
         usage_by_requests = batch.running / states.most_running if states else 0.0
         sample = LoadSample(
             at=at,
@@ -410,8 +412,8 @@ class LogReader:
     def _started(self, record: Arguments) -> None:
         """Prepare the facts for a new start of the server, whose log lines follow.
 
-        If a tuned argument has changed, all facts but the GPU and all samples are dropped. Otherwise the load
-        of a server with other arguments would count for this server.
+        If a tuned argument has changed, the samples and all facts except the GPU are dropped. If they were
+        kept, the load of a server with other arguments would count for this server.
         """
         previous = self.facts.arguments
         if previous and any(previous.get(name) != record.values.get(name) for name in _TUNED):
@@ -440,8 +442,10 @@ class LogReader:
     def _weights(self, record: WeightsLoaded) -> None:
         """Record the size of loaded weights and the memory of the GPU in the facts."""
         facts = self.facts
+        # Loading begins with a line that has the free memory, and ends with a line that has the used memory.
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
+            # Before the first weights are loaded, nearly all memory of the GPU is free.
             facts.card_gb = record.free_gb
         # If there is a draft model, its weights are logged too. The larger weights belong to the main model.
         if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):
@@ -453,6 +457,7 @@ class LogReader:
         # A death before the last restart does not count, because the server has been started again since.
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
+            # If the line does not show the phase, it is that of the lines before.
             phase = self._phase if record.phase == "general" else record.phase
             trouble = record._replace(phase=phase, running=self._running)
             self.facts.last_trouble = trouble
