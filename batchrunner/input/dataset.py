@@ -420,7 +420,7 @@ class DatasetReader:
     def _rows_in_group(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
         """Yield `rows` of the current row group.
 
-        None of them may lie before the batch that was decoded last.
+        None of these rows may lie before the batch that was decoded last.
         """
         while True:
             assert self._data is not None
@@ -569,7 +569,7 @@ def _integers(column: pa.Array) -> list[int]:
 
 
 def _unify_json_lines(files: Iterable[SourceFile]) -> None:
-    """Give all JSON Lines files of an input the same schema, because whole files may lack a key."""
+    """Give all JSON Lines files of an input the same schema, because a key may occur in some files only."""
     json_files = [file for file in files if file.format.kind == "JSON Lines"]
     if json_files:
         schema = stored_schema(common_schema([file.schema for file in json_files]))

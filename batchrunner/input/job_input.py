@@ -29,7 +29,7 @@ MANY_LEASES = 1000
 LEASES_OF_A_WORKER = 8
 """Minimum number of leases for each task of a Slurm array, so that fast tasks can do more than slow ones."""
 MOST_LEASES = 16_384
-"""Maximum number of leases of a run in input order, because every worker lists their files.
+"""Maximum number of leases of a run in input order, because every worker lists the files of all leases.
 
 From 134 million rows on, it takes precedence over MOST_LEASE_ROWS.
 """

@@ -30,7 +30,9 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         self._sizes: dict[str, int] = {}
         """Size in bytes of each object at its last lookup, by path."""
         self._listed: dict[str, pafs.FileInfo] = {}
-        """Objects of the last listing, by path. An entry saves the first lookup of its path."""
+        """Objects of the last listing, by path. The first lookup of a path takes its entry, and so needs no
+        request.
+        """
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -176,7 +176,8 @@ class _Records:
         self._count = self._failed_count = 0
         self._first_problem = ""
         self._text_causes: dict[str, str] = {}
-        """The odd value of each column that became text although most values are lists or structs."""
+        """For each column that became text although most of its values are lists or structs: a description of
+        the first value that is of another type."""
 
     def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return a batch of records converted to the schema.

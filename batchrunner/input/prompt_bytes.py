@@ -124,7 +124,7 @@ def _block_bounds(longest: int) -> list[tuple[int, int]]:
 _BLOCKS = _block_bounds(1 << 30)
 """Start and end in bytes of each block of a prompt of up to 1 GiB."""
 _ENDS = [end for _, end in _BLOCKS[:-1]]
-"""Position in bytes at which each block ends; without the last block."""
+"""Position in bytes at which each block ends, except the last block."""
 
 
 def sort_key(prompt: bytes) -> tuple[bytes, int]:

@@ -322,7 +322,7 @@ class _MessageSource(NamedTuple):
 
 
 def _message_sources(prompt: PromptSpec) -> list[_MessageSource]:
-    """Return the Jinja2 sources of a job's messages, or that of its whole prompt."""
+    """Return the Jinja2 source of each message of a job, or the single source of its whole prompt."""
     if isinstance(prompt.messages, list):
         return [
             _MessageSource(field=f"messages.{index}.content", role=message.role, source=message.content)

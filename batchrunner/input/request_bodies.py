@@ -66,7 +66,7 @@ def fields_of(content: bytes) -> dict[str, msgspec.Raw]:
 
 
 def with_model(body: RequestBody, model: str | None) -> bytes:
-    """Return the JSON of a body, with the name of the model unless `model` is None."""
+    """Return the JSON of a body, with the name `model` added; unchanged if `model` is None."""
     if model is None:
         return body.content
     return msgspec.json.encode({"model": model, **fields_of(body.content)})

@@ -69,7 +69,7 @@ class SortedCopy:
 
     @property
     def positions(self) -> range:
-        """Positions of all rows."""
+        """Range of the positions of all rows, from 0."""
         return range(self.group_starts[-1])
 
     def rows(self, positions: range) -> BitMap64:
@@ -357,7 +357,7 @@ def find_sorted_copy(
     """
     wanted_order = job_input.job.order
     if wanted_order == "auto":
-        # A copy shows that `auto` decided on "prefix" at that start.
+        # With `auto`, an earlier start wrote a copy only if it decided on "prefix".
         wanted_order = "prefix"
     for path in directory.glob("order-*.parquet"):
         try:

@@ -41,7 +41,7 @@ PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
 ROW = "row"
 """Variable for the mapping of all columns in a template, as in `row["name"]`."""
 _RESERVED = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
-"""Range of the positions of all rows, from 0."""
+"""Words that cannot name a column in a template, because jinja2 or this package gives them a meaning."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping by which a template may read any column of `row`."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
@@ -66,7 +66,10 @@ def field_line(name: str, value: Any) -> str:
 def with_fields(
     prompt_of: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]
 ) -> Any:
-    """Add the variable FIELDS, with a line for each of `columns`, to a row, and return its prompt."""
+    """Return the prompt that `prompt_of` makes of a row.
+
+    The row is passed with the additional variable FIELDS, which has a line for each of `columns`.
+    """
     return prompt_of({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
@@ -235,7 +238,7 @@ class NotTextError(ValueError):
     def __init__(self, value: bytes | None) -> None:
         super().__init__("None is not text" if value is None else "bytes are not text")
         self.problem = "is null" if value is None else "holds bytes"
-        """Predicate of an error message whose subject is the name of a column."""
+        """What is wrong, in words that follow the name of the column in a message."""
         self.kind = type(value)
 
 

@@ -98,7 +98,7 @@ class JobWorker:
         self._control = Control()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
-        """Run rows of the job until no worker could lease further rows, and return the report.
+        """Run rows of the job until there are no further rows to lease, and return the report.
 
         Raises BatchrunError.
         """

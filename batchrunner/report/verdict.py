@@ -54,7 +54,7 @@ class RunEnd:
     is_sample: bool = False
     """Whether this start was to send only the sample of an estimate."""
     failure: BatchrunError | None = None
-    """Error because of which the run could not go on."""
+    """Error that made the run fail; None if it did not fail."""
     stop: RunVerdict | None = None
     """Exit code and reason of a stop by a signal, a limit or a caller. They count only if rows remain."""
     added_files: Sequence[str] = ()

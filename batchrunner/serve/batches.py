@@ -49,9 +49,8 @@ log = logging.getLogger(__name__)
 MOST_RUNNING = 10
 """Maximum number of batches that run on the engine at once. Several owners divide this number among them."""
 MOST_RUNNING_OF_OWNER = 2
-"""Minimum of the number of batches that an owner may run at once. It applies even if so many owners run
-batches that together they exceed MOST_RUNNING. Further batches of an owner wait until one of the owner's
-batches ends.
+"""Number of batches that each owner may always run at once, even if the batches of all owners together then
+exceed MOST_RUNNING. An owner's further batches wait until one of the owner's batches ends.
 """
 RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""

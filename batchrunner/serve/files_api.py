@@ -115,7 +115,8 @@ class FilesApi:
             with target.open("wb") as content:
                 while block := await part.read_chunk(BLOCK_BYTES):
                     size += len(block)
-                    # Counted before it is written, so that parallel uploads do not exceed the limit together.
+                    # The block is counted before it is written, so that parallel uploads do not exceed the
+                    # limit together.
                     self._uploading[owner.name] += len(block)
                     stored = self._state.stored_bytes
                     await asyncio.to_thread(

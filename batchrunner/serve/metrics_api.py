@@ -72,8 +72,8 @@ class BatchTally:
         self._unfinished: dict[str, Record] = {}
         """Counts of requests of the batches that may change, as they were last read, by ID of the batch."""
         self._resumed = set[str]()
-        """IDs of unfinished batches of an earlier process, whose requests of that process must not count. How
-        many these are is known once the batch shows its progress."""
+        """IDs of unfinished batches that an earlier process began. Requests that ended in that process must
+        not count. The next progress of such a batch shows how many they are, and its ID is removed."""
         self.ended_batches = Counter[tuple[str, str]]()
         """Number of batches with a final status, by owner and status."""
         self.ended_requests = Counter[tuple[str, str]]()
@@ -143,7 +143,7 @@ class MetricsApi:
         return {"status": "ok"}
 
     async def count_response(self, _: web.Request, response: web.StreamResponse) -> None:
-        """Count a reply. aiohttp calls this before it sends one."""
+        """Count a reply. aiohttp calls this method before it sends the reply."""
         self._responses[response.status] += 1
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -156,7 +156,7 @@ class MetricsApi:
         return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics. `prometheus_client` calls this for a request."""
+        """Yield the metrics. `prometheus_client` calls this method each time the metrics are read."""
         info = {
             "version": installed_version("batchrunner") or "",
             "model": self._info.model,

@@ -149,7 +149,7 @@ class Owners:
 
     @property
     def names(self) -> list[str]:
-        """Names of the owners; only the empty one on a server without a file of keys."""
+        """Names of the owners. Without a file of keys, there is one owner, with an empty name."""
         return [owner.name for owner in self._owners]
 
     @property

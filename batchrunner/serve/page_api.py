@@ -56,7 +56,8 @@ class PageApi:
             **self._server,
             "owner": owner.name or None,
             "time": time.time(),
-            # Differs whenever a batch that the owner sees has changed, also after a restart of the server.
+            # This text differs whenever a batch that the owner sees has changed, also after a restart of the
+            # server.
             "version": f"{self._began}-{changes.total() if owner.admin else changes[owner.name]}",
             "waiting": len(self._state.unfinished_batches(None if owner.admin else owner.name))
             - len(running),

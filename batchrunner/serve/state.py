@@ -90,7 +90,10 @@ class State:
         return self._directory / kind / name
 
     def look(self) -> int:
-        """Read a name of each directory of records; return the free bytes of the disk. Raises OSError."""
+        """Test that the directories of records can be read, and return the free bytes of the disk.
+
+        Raises OSError.
+        """
         for kind in (FILES, BATCHES):
             with os.scandir(self._directory / kind) as names:
                 next(names, None)
@@ -144,12 +147,12 @@ class State:
     async def add_file(
         self, name: str, *, owner: str, filename: str, purpose: str, expires_after: Record | None
     ) -> Record:
-        """Return a new record for content that is on the disk already; raises StorageError.
+        """Store a record for a file whose content is on the disk already, and return it; raises StorageError.
 
         `filename` is the name that clients see.
         """
         created = now()
-        # A file of the same name, if a kill came just after these results were written.
+        # A file of this name exists already if the server was killed just after it had written these results.
         replaced = self.records[FILES].get(name)
         record = await self.save(FILES, {
             "id": name,

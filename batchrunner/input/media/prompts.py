@@ -193,8 +193,8 @@ class MediaPrompts:
     ) -> None:
         """Check the columns with files; raise JobError or InputError.
 
-        `prompt_of` makes the prompt of a row, by templates that print the columns `printed` or from a column
-        of conversations.
+        `prompt_of` makes the prompt of a row: by templates, which print the columns `printed`, or from a
+        column of conversations.
         """
         self._prompt_of = prompt_of
         self._printed = printed

@@ -99,7 +99,7 @@ class Encoder:
         """
         if self._backend is None:
             return [list(request.prompt) for request in requests]
-        # First a text or an error for each request; then token ids take the places of the texts.
+        # The list first has a text or an error for each request. Later, token ids replace the texts.
         results: list[Any] = [self.prompt_text(request) for request in requests]
         indices = [index for index, text in enumerate(results) if isinstance(text, str)]
         texts = [results[index] for index in indices]
@@ -161,7 +161,7 @@ class Encoder:
                     f"({context} tokens)."
                 )
             return ids
-        # Leave room for the longest output; without a limit of the job, for one token at least.
+        # Leave room for the longest output. If the job does not limit the output, leave room for one token.
         limit = context - int(request.sampling.get("max_new_tokens") or 1)
         if longest_prompt is not None:
             # A prompt must stay below `longest_prompt`.

@@ -21,7 +21,7 @@ class LoggedBatch(NamedTuple):
     """The load of one scheduler, logged at each prefill pass and every 40 decode steps."""
 
     decode: bool
-    """Whether the line is of decode passes; False for a prefill pass."""
+    """Whether the line is about decode passes. If not, it is about a prefill pass."""
     running: int
     """Number of running requests, `#running-req`."""
     queue: int
@@ -108,7 +108,7 @@ class OutOfMemory(NamedTuple):
     """Memory ran out, which ends a server."""
 
     phase: Phase
-    """`general` if the line does not name the phase."""
+    """Phase in which memory ran out; `general` if the line does not name it."""
     text: str
     """The log line."""
     running: int = 0
@@ -153,15 +153,15 @@ SGLangRecord: TypeAlias = (
 )
 """A record of a line that no program except SGLang writes."""
 Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
-"""A record of any line; other programs write similar errors and progress lines."""
+"""A record of any line. Programs other than SGLang write similar errors and progress lines."""
 
 
 class Origin(NamedTuple):
     """The time of a line, and the server and the process that wrote the line."""
 
     at: float | None
-    """Time of the line in seconds, from an unknown zero: the time zone is unknown. None if the line has no
-    valid time."""
+    """Time of the line in seconds; None if the line has no valid time. Only differences of times have a
+    meaning, because the time zone is unknown."""
     server: str
     """Label that `srun --label`, Docker, Kubernetes or journalctl put before the line; empty if there is
     none."""

@@ -313,7 +313,7 @@ class LogReader:
         return self
 
     def _add(self, earlier: Facts) -> None:
-        """Take over arguments and failures of logs read `earlier`, unless this log has its own."""
+        """Take over the arguments and failures that this log lacks from the logs that were read `earlier`."""
         facts = self.facts
         facts.arguments = facts.arguments or earlier.arguments
         facts.troubles = earlier.troubles | facts.troubles
@@ -370,7 +370,7 @@ class LogReader:
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
-        """Add the load of a batch line to the series, if the lines of its rank count (`_speaker`)."""
+        """Add the load of a batch line to the series, unless `_speaker` tells to skip the line's rank."""
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return

@@ -148,7 +148,7 @@ class Track:
 
 @dataclass(slots=True)
 class Series:
-    """The samples of all schedulers of one source."""
+    """Load samples of several schedulers, and sums over their prefill passes."""
 
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
@@ -176,12 +176,15 @@ class Series:
 
     @property
     def busy_s(self) -> float:
-        """Seconds under load of the scheduler that was longest under load."""
+        """Maximum of the seconds under load over all schedulers."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
     def retractions_per_min(self) -> float:
-        """Mean number of retractions per scheduler and minute. A shorter time counts as one minute."""
+        """Mean number of retractions per scheduler and minute under load.
+
+        Less than a minute counts as a minute.
+        """
         return self.retractions / max(1, len(self.tracks)) / max(1.0, self.busy_s / 60)
 
     @property
