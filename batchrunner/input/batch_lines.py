@@ -189,6 +189,7 @@ def _request_in(text: bytes) -> _RequestLine:
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:
+        # This raises a _WrongCustomIdError if the custom_id is at fault.
         _check_custom_id(text)
         raise
 

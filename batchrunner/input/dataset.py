@@ -443,6 +443,7 @@ class DatasetReader:
         Its first row has the ordinal `start`. Raises InputChangedError if the file was replaced before the
         batch was read.
         """
+        # The loop takes only the next batch, because each path through its body returns.
         for data in self._batches:
             file.check_after_reading()
             try:
@@ -555,7 +556,10 @@ def _integer_lists(column: pa.Array) -> list[list[int]] | None:
 
 
 def carried_of(ref: RowRef) -> dict[str, Any]:
-    """Return the carried columns of a row; a value that Python cannot represent is shown as text."""
+    """Return the values of a row in the columns that are copied into the results (`input.columns`).
+
+    A value that Python cannot represent is shown as text.
+    """
     row = ref.carried.slice(ref.position, 1)
     return {name: shown_values(row.column(index))[0] for index, name in enumerate(row.schema.names)}
 

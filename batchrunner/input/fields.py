@@ -30,6 +30,7 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
     for stretch in stretches(BitMap64(range(dataset.total_rows)), dataset.row_group_ends()):
         for batch in dataset.read(stretch, columns):
             for row in rows_of(batch, columns):
+                # In place of a row that cannot be read, there is the reason as text.
                 if not isinstance(row, str):
                     for name in columns:
                         line = field_line(name, row[name])

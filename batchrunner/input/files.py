@@ -100,6 +100,7 @@ def find_files(
     `paths` are files, directories and globs. Files in the run directory `run` are skipped, unless a path
     matches only such files. `storage` has the settings of object stores.
     """
+    # The keys are resolved paths, so that a file is read once although several paths lead to it.
     files_by_path: dict[str, str] = {}
     locations = [_locate(name, storage or StorageSpec()) for name in paths]
     fs = locations[0][0]
@@ -457,7 +458,8 @@ class SourceFile:
                 hint="put the old file back and run the same command again, or give another output.path for "
                 "the new file",
             )
-        # The file may have been touched, replaced by an equal file, or extended.
+        # The file may have been touched, replaced by an equal file, or extended. The new signature is kept,
+        # so that the content is not compared again.
         self._signature = signature
 
     def _has_same_content(self, signature: tuple[int | str, ...]) -> bool:

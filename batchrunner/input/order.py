@@ -22,7 +22,7 @@ The dispatcher reorders at least this many rows at a time. So it finds the commo
 whatever the order of the rows in the stretch.
 """
 STRETCHES = 8
-"""Number of stretches in the sample.
+"""Number of stretches (series of consecutive rows) in the sample.
 
 With fewer stretches, the sample would hardly show that ten million rows consist of groups of eight rows with
 a common prefix.
@@ -246,8 +246,9 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     """Yield the lengths of the longest prefixes that each prompt shares with earlier prompts.
 
     The first length is for earlier prompts of the same stretch, the second for those of other stretches.
-    `ordered` holds sorted prompts, each with the number of its stretch. In sorted order, the prefix that two
-    prompts share is the shortest of the prefixes that neighbours between them share.
+    `ordered` holds sorted prompts, each with the number of its stretch (a series of consecutive rows in the
+    sample). In sorted order, the prefix that two prompts share is the shortest of the prefixes that
+    neighbours between them share.
     """
     # For each stretch, the length of the prefix that a prompt shares with the last prompt of the stretch.
     shared_by_stretch = [0] * STRETCHES

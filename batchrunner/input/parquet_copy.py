@@ -225,7 +225,10 @@ class _Records:
         return notes
 
     def _note_cause(self, name: str, lines: Sequence[int], values: Sequence[Any]) -> None:
-        """Record the first odd value of a column that is text although most values are lists or structs."""
+        """Record the first value that is not of the type of most values, if these are lists or structs.
+
+        Such a value is the reason why the column is text.
+        """
         main_type, _ = self._columns[name].main_type()
         # If most values are plain, text is the expected type of a mixed column, and needs no note.
         if name in self._text_causes or not pt.is_nested(main_type):
@@ -236,7 +239,7 @@ class _Records:
                 return
 
     def _odd_value(self, line: int, name: str, value: Any, kind: pa.DataType) -> str:
-        """Describe an odd value, in a column of type `kind`, with its file and line."""
+        """Describe a value that does not fit `kind`, the type of its column, with its file and line."""
         return f"{self._source}: line {line}: {_difference(name, value, kind)}"
 
     def _count_failed(self, problems: Sequence[str | None]) -> None:
@@ -272,14 +275,15 @@ def _is_of(value: Any, kind: pa.DataType) -> bool:
 
 
 def _difference(name: str, value: Any, kind: pa.DataType) -> str:
-    """Describe how a JSON value differs from `kind`, its column's type; name its innermost odd part."""
+    """Describe the innermost part of a JSON value that does not fit `kind`, the type of its column."""
     inner_values: list[tuple[str, Any, pa.DataType]] = []
     if isinstance(value, dict) and pt.is_struct(kind):
         fields = [field for field in kind if field.name in value]
         inner_values = [(f"{name}.{field.name}", value[field.name], field.type) for field in fields]
     elif isinstance(value, list) and pt.is_list(kind):
         inner_values = [(f"{name}[{index}]", item, kind.value_type) for index, item in enumerate(value)]
-    # Descend into the first inner value that is odd. If none is, the value itself has the wrong type.
+    # Descend into the first inner value that does not fit its type. If all fit, the value itself has the
+    # wrong type.
     for inner_name, inner_value, inner_type in inner_values:
         if inner_value is not None and not _is_of(inner_value, inner_type):
             return _difference(inner_name, inner_value, inner_type)

@@ -173,6 +173,7 @@ class RequestDigests:
             self._fields = fields
             self._fields_digest = xxh3_128_digest(_settings(request))
         if isinstance(request.prompt, RequestBody):
+            # The whole body counts, because it has the sampling parameters too.
             prompt = request.prompt.content
         return xxh3_128_digest(self._fields_digest + prompt)
 

@@ -124,7 +124,7 @@ class Renderer:
         if not (self._row_fields or self._expression_columns or self._media):
             self._last_fields = tuple({**Request._field_defaults, **self._shared_fields}.values())
 
-        # The columns that are read: some are used for requests, some are carried into the results.
+        # These columns are read: some are used for requests, some are copied into the results.
         self._used = self._columns_used(prompts)
         self.carried_schema = pa.schema([])
         with faults.collect():
@@ -158,7 +158,7 @@ class Renderer:
         return sorted(used)
 
     def carried(self, batch: RowBatch) -> pa.RecordBatch:
-        """Return the carried columns of a batch, under their names in the results."""
+        """Return the columns of a batch that are copied into the results, under their names there."""
         return batch.data.select(self._carried).rename_columns(self._carried_names)
 
     def render(
@@ -258,9 +258,9 @@ class PromptSource(NamedTuple):
 
 
 def _carried_schema(source: InputSpec, dataset: ColumnSource, used: Sequence[str]) -> pa.Schema:
-    """Return the schema of the carried columns, under their names in the results.
+    """Return the schema of the columns that are copied into the results, under their names there.
 
-    Raises InputError for a carried column or a column in `used` that is missing or unusable.
+    Raises InputError if one of these columns, or a column in `used`, is missing or unusable.
     """
     fields, faults = [], Faults()
     for name in used:

@@ -88,6 +88,7 @@ def prompts_in(body: RequestBody) -> list[Any]:
     values: list[Any] = []
     for name in _PLAIN_PROMPTS.get(body.path, ()):
         value = msgspec.json.decode(fields[name]) if name in fields else None
+        # A list with texts or lists has several prompts. Any other list is one prompt, as token ids.
         if isinstance(value, list) and any(isinstance(item, (str, list)) for item in value):
             values += value
         else:

@@ -103,7 +103,7 @@ class StageCall:
         self.check_names(columns, plan_answers(job))
 
     def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
-        """Raise InputError if a column to keep is missing, and JobError if a result column has its name.
+        """Raise InputError if a column to keep is missing, and JobError if a result column has the same name.
 
         `columns` are the columns of the rows, and `plan` describes the result columns.
         """
@@ -134,7 +134,7 @@ class PendingBlock:
 
 
 class BlockOutlet:
-    """Receives the outcomes of a stream, and collects them by block. `open_block` is thread-safe."""
+    """Collects the outcomes of rows by block (a batch of Ray Data). `open_block` is thread-safe."""
 
     def __init__(self) -> None:
         # Pending blocks are kept in the order of their rows.

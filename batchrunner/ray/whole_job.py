@@ -102,6 +102,7 @@ class JobWorker:
 
         Raises BatchrunError.
         """
+        # Relative paths of the job begin in the directory of the command.
         shared.enter()
         return await execute(job, join=True, control=self._control)
 
@@ -297,6 +298,7 @@ class Workers:
                     self.start(actor)
                     continue
                 self._record_failure(failure)
+            # The worker has ended for good. Killing its actor frees the cores and GPUs.
             ray.kill(actor)
         self._stop_if_over()
         return bool(self._actors) and not self._control.at_once

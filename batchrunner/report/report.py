@@ -20,7 +20,6 @@ from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 from batchrunner.report.verdict import GO_ON, RunEnd, RunVerdict, max_failed_rows_of, verdict_of
 
-"""Advice for the user after a run that left rows for a later start."""
 CAUSES_SHOWN = 5
 """Maximum number of causes of failed rows that are printed, the most frequent first. report.json has all."""
 

@@ -44,11 +44,11 @@ class RunEnd:
     rows_left: int = 0
     """Number of rows without a result among those that this worker was to send."""
     rows_unheld: int = 0
-    """Number of further rows without a result, which no running worker has leased."""
+    """Number of rows without a result that are not in `rows_left`, and that no running worker has leased."""
     rows_lost: int = 0
     """Number of rows that are in no result file, although all workers of the run have ended."""
     rows_held: int = 0
-    """Number of further rows without a result, which other running workers have leased."""
+    """Number of rows without a result that other running workers have leased."""
     was_empty: bool = False
     """Whether no row remained to be sent when this start began."""
     is_sample: bool = False

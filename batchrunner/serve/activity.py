@@ -42,6 +42,7 @@ class Activity:
         If the newest point of the engine's load is 5 s old, a new point is added from this state.
         """
         self.running[batch_id] = sample
+        # The difference is negative if the clock was set back.
         if self._points and 0 <= now - self._points[-1].time < POINT_EVERY_S:
             return
         runs, schedulers = self.running.values(), sample.signals

@@ -72,7 +72,7 @@ class BatchDisplay(Display):
         self._batch, self._activity = batch, activity
 
     def show(self, sample: RunSample) -> None:
-        """Show the present state of the run."""
+        """Show clients the present state of the run."""
         self._batch["request_counts"] = request_counts(
             total=sample.rows_total,
             completed=sample.rows_done - sample.rows_failed,
@@ -81,7 +81,7 @@ class BatchDisplay(Display):
         self._activity.update(self._batch["id"], sample, time.time())
 
     def close(self) -> None:
-        """Take the run, which has ended, out of the activity."""
+        """Remove the run, which has ended, from the server's activity."""
         self._activity.end(self._batch["id"])
 
 
@@ -90,7 +90,7 @@ class TooManyRequestsError(InputError):
 
 
 class Batches:
-    """The unfinished batches of a server."""
+    """Runs the unfinished batches of a server on its engine."""
 
     def __init__(
         self,
@@ -297,7 +297,8 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
-        # The lines of a batch that ended early, each with the error that it gets if it has no answer.
+        # If the batch ended early, this yields all its lines, each with the error that it gets if it has no
+        # answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)

@@ -129,7 +129,7 @@ def command_line(args: Mapping[str, Any]) -> str:
 
 
 def _option(name: str, value: Any) -> str:
-    """Return a flag or variable as it is typed in a shell."""
+    """Return a flag or variable as it is typed in a shell. The value None means that the flag is left out."""
     if name in VARIABLES:
         return f"{name}={value}"
     if value is None:

@@ -250,7 +250,10 @@ class MediaPrompts:
         return self._messages(prompt, files, leading, placed), tuple(placed)
 
     def _marked_row(self, ordinal: int, row: dict[str, Any]) -> _MarkedRow:
-        """Return a row with marks in place of its files; raise RowRefusedError for a bad file column."""
+        """Return a row in which a mark, a text with the index of a file, stands for each of its files.
+
+        Raises RowRefusedError if a column does not hold files.
+        """
         files: list[PromptFile] = []
         unprinted: list[int] = []
         values = dict(row)

@@ -180,7 +180,8 @@ class Encoder:
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
-        # The rest of the prompt keeps all its tokens.
+        # All tokens that the prompt has too many are removed from this text. The rest of the prompt keeps its
+        # tokens.
         keep = len(offsets) - (length - limit)
         while keep > 0:
             shorter_text = truncate_text(text, offsets, keep, truncation)

@@ -324,7 +324,7 @@ def clean(line: str) -> str:
 
 
 def _batch(line: str) -> LoggedBatch | None:
-    """Return the record of a batch line; None for any other line.
+    """Return the record of a `Decode batch` or `Prefill batch` line; None for any other line.
 
     A line that is damaged before the end of `#queue-req` has no record either.
     """

@@ -107,7 +107,9 @@ class Facts:
 
     @property
     def sizes_states(self) -> bool:
-        """Whether arguments set the number of state slots. Otherwise the pool gets a fraction of memory.
+        """Whether arguments set the number of slots for recurrent states (Mamba and such).
+
+        Otherwise the pool of states gets a fraction of memory.
 
         Without a prefix cache, each of the `max_running_requests` has a slot.
         """
@@ -325,6 +327,7 @@ class LogReader:
         line = clean(line)
         record = record_in(line)
         if record is not None:
+            # Only SGLang writes such lines, so their number shows whether this is a log of SGLang.
             self.records += isinstance(record, SGLangRecord)
             self._take(record, line)
 
@@ -370,7 +373,10 @@ class LogReader:
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
-        """Add the load of a batch line to the series, unless `_speaker` tells to skip the line's rank."""
+        """Add the load in a `Decode batch` or `Prefill batch` line to the series.
+
+        Lines of ranks that do not count (see `_speaker`) are skipped.
+        """
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return
@@ -406,6 +412,7 @@ class LogReader:
         """
         origin = origin_of(line)
         scheduler = f"{self.source} {origin.server} {origin.dp}"
+        # The first rank that logs a line of a scheduler stays the one whose lines count.
         is_first_rank = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
         return scheduler if is_first_rank else None, origin.at
 

@@ -77,7 +77,8 @@ class LoadSample(NamedTuple):
     unsent: int | None = None
     """Number of rows that the client had not sent yet; None if unknown."""
     state_usage: float = 0.0
-    """Fraction of the state pool that running requests take; 0 for a model without states."""
+    """Fraction of the pool of recurrent states (Mamba and such) that running requests take; 0 for a model
+    without such states."""
 
 
 def sample_of_load(
