@@ -74,6 +74,7 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
 
     while remaining:
         by_shared_text = sorted(remaining, key=lambda name: shared_text(name, prefixes), reverse=True)
+        # `gain` also reads these candidates.
         candidates = by_shared_text[:LOOKED_AHEAD]
         best = max(candidates, key=gain)
         prefixes = [hash(pair) for pair in zip(prefixes, values[best], strict=True)]

@@ -343,6 +343,7 @@ class SourceFile:
         self._copy: Path | None = None
         """Parquet copy that is read in place of a file that is not Parquet."""
         try:
+            # The signature and the size show later whether the file has changed or grown.
             self._signature = self._current_signature()
             self._size = int(self._signature[0])
             if self.format.kind == "Parquet":

@@ -24,6 +24,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def __init__(self, scheme: str, storage: StorageSpec) -> None:
         """Prepare access to a kind of store (`scheme`: s3, gs or az). No request is sent yet."""
         self._scheme = scheme
+        # Each bucket is opened once.
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
         """ETag of each object at its last lookup, by path. A replaced object has another ETag."""

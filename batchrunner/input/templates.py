@@ -129,6 +129,7 @@ class Template(_ColumnCode):
         Raises JobError, which begins with `where`, for bad syntax or an unknown column.
         """
         super().__init__(_environment().parse, source, where=where, available=available)
+        # `render` needs these for each row, so they are looked up only once.
         self._globals = dict(self._template.globals)
         self._new_context, self._parts = self._template.new_context, self._template.root_render_func
 

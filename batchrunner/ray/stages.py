@@ -274,6 +274,7 @@ class EngineWorker:
         self._stack = ExitStack()
         self._stream: BlockStream | None = None
         self._opening = asyncio.Lock()
+        """Lock that lets only one of several concurrent calls start the stream."""
         limits = LimitsSpec.model_validate(call.call.limits or {})
         opening = open_engine(call.call.engine, request_timeout_s=limits.request_timeout, task=call.call.task)
         self._engine: OpenEngine = self._stack.enter_context(opening)

@@ -255,6 +255,7 @@ class Workers:
         self._control = control
         control.stage = "sending"
         self._deaths = 0
+        """Number of deaths of all workers together. After MOST_DEATHS, a dead worker is not restarted."""
         self._actors: dict[Any, tuple[Any, Any]] = {}
         """Actor of each running worker, by the Ray reference of its report. The second item of each value is
         a reference that becomes ready when the actor runs.

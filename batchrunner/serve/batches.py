@@ -112,6 +112,7 @@ class Batches:
         self.info = engine.info
         self._options = options
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
+        """Control and asyncio task of each unfinished batch, by ID of the batch."""
         self.activity = Activity()
         self._owners = owners
         most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
@@ -162,6 +163,7 @@ class Batches:
         seconds_left = batch["expires_at"] - time.time()
         expiry = asyncio.get_running_loop().call_later(seconds_left, control.stop, EXPIRED)
         if batch["status"] == "cancelling":
+            # An earlier start of the server was asked to cancel the batch, but did not finish that.
             control.stop(CANCELLED)
         while True:
             try:
@@ -197,12 +199,14 @@ class Batches:
             await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
+                # The file was valid before, so the batch is resumed after a pause.
                 raise
             path = self._state.path_of(FILES, batch["input_file_id"])
             errors = {"object": "list", "data": _errors_of(failure, path)}
             await self._finish(batch, "failed", errors=errors)
             return
         if control.reason == _SHUTDOWN:
+            # The next start of the server resumes the batch.
             return
         if control.reason != CANCELLED:
             await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())

@@ -33,6 +33,7 @@ class Readiness:
         self._check: asyncio.Task[str | None] | None = None
         """The present or last check, for which all clients wait together."""
         self._checked_at = 0.0
+        """Time of the monotonic clock at which the last check began."""
         self._look: asyncio.Future[int] | None = None
         """The last look at the directory, which never ends if its file system hangs."""
         self.disk_free: int | None = None
@@ -122,9 +123,11 @@ class MetricsApi:
     """Handlers of the calls, and the collector of the metrics."""
 
     def __init__(self, *, state: State, batches: Batches, owners: Owners) -> None:
+        """Collect metrics of the server, its batches and its owners."""
         self._state, self._owners, self._info = state, owners, batches.info
         self._readiness, self._tally = Readiness(state, batches), BatchTally(state)
         self._is_ready = False
+        """Whether the server was ready when the metrics were last read."""
         self._responses = Counter[int]()
         """Number of replies by HTTP status."""
         self._registry = CollectorRegistry(auto_describe=False)

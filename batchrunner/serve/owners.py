@@ -133,6 +133,7 @@ class Owners:
         else:
             self._owners = read_owners(keys)
         self._accounts: dict[str, Account] = {}
+        """Account of each owner who has had a batch since the server's start, by name of the owner."""
         self._calls: dict[str, tuple[float, float]] = {}
         """Calls that an owner may make at once, and when that number was computed, by name of the owner."""
         self._day = _today()

@@ -39,6 +39,9 @@ class PageApi:
             "endpoints": [*endpoints],
         }
         self._began = time.time_ns()
+        """Time at which the server started. It makes `version` differ after a restart, which resets the count
+        of changes.
+        """
         self._html, self._headers = _page()
 
     async def page(self, _: web.Request) -> web.Response:

@@ -84,6 +84,7 @@ class State:
         self.changes = Counter[str]()
         """Number of changes of each owner's batches since the start of the server, by the owner's name."""
         self._changing = asyncio.Lock()
+        """Lock that lets only one change at a time make its checks and be written."""
 
     def path_of(self, kind: str, name: str) -> Path:
         """Return the path of a file's content, or of a batch's run."""
@@ -171,6 +172,7 @@ class State:
 
     async def delete_file(self, name: str) -> bool:
         """Delete a file and its record; return False if an unfinished batch reads it. Raises StorageError."""
+        # With the lock, no new batch can take the file between the check and the deletion.
         async with self._changing:
             is_used = any(batch["input_file_id"] == name for batch in self.unfinished_batches())
             if not is_used:

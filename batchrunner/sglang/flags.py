@@ -211,6 +211,7 @@ def slots_per_request(arguments: Mapping[str, Any]) -> int:
     """Return the number of state slots that a running request takes, from a server's resolved arguments."""
     if arguments.get("disable_radix_cache"):
         return 1
+    # A strategy that _SLOTS does not list takes 3 slots.
     strategy = str(arguments.get("mamba_radix_cache_strategy"))
     slots = _SLOTS.get(strategy, 3)
     # Without the overlap schedule, this strategy needs one slot less.

@@ -47,6 +47,7 @@ class FileColumn:
         """
         self.name, self.field = name, field
         self._spec, self._source = spec, source
+        # The rules of a folder are made once, because nearly all rows have the same folder.
         self._rules_in = cache(partial(_rules, spec, field))
         kind = source.field(name, where=f"prompt.{field}").type
         self.holds_lists = is_list(kind) and not isinstance(spec, PdfSpec)
@@ -199,9 +200,12 @@ class MediaPrompts:
         self._prompt_of = prompt_of
         self._printed = printed
         self._is_text = prompt.text is not None
+        """Whether a prompt is one text and not a chat."""
         self._is_column = isinstance(prompt.messages, str)
+        """Whether the messages come from a column of conversations."""
         self._columns: list[FileColumn] = []
         self._placeholders: dict[str, str] = {}
+        """For each kind of file, the model's token that stands for a file in a prompt that is one text."""
         for field, spec in prompt.media.items():
             self._columns += [FileColumn(name, field, spec, source) for name in spec.columns]
             if isinstance(spec, PdfSpec):
@@ -221,6 +225,7 @@ class MediaPrompts:
         self._secret = secrets.token_hex(8)
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
         self.columns = [column.name for column in self._columns]
+        """Columns that name files or the pages of documents."""
         if self._page_column is not None:
             self.columns.append(self._page_column)
 
@@ -323,6 +328,7 @@ def _conversation(
     files_to_place: dict[str, Iterator[PromptFile]] = {}
     marks: list[str] = []
     leading: list[PromptFile] = []
+    # Decide for each kind of file where its files go, before any message is changed.
     for name, kind in KINDS.items():
         kind_files = [file for file in files if file.kind.name == name]
         files_to_place[name] = iter(kind_files)
@@ -342,6 +348,7 @@ def _conversation(
     for message in messages:
         content: Any = message.get("content")
         if marks and _is_users_text(message):
+            # The marks become empty parts, which `_filled` replaces by files.
             content = _with_empty_parts(content, marks)
         if isinstance(content, list):
             message["content"] = _filled(content, files_to_place, placed)

@@ -56,7 +56,9 @@ class Encoder:
         """
         self._kind = kind
         self._backend: Any = None if directory is None else load_tokenizer(directory)
+        """Tokenizer; None if prompts are token ids already."""
         self._chat = load_chat_template(directory) if directory and kind == "messages" else None
+        """Chat template; None unless prompts are chats."""
         self._budget = budget
         self._truncation = truncation
         self._chat_sampling = chat_sampling or {}

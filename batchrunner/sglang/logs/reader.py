@@ -283,11 +283,13 @@ class LogReader:
         load.
         """
         self._phase: Phase = "general"
+        """Phase in which the server was at the last line."""
         self._running = 0
+        """Number of running requests in the last batch line."""
         self._memory_caps_running = False
         """Whether this start has logged that memory allows fewer running requests than were asked for."""
         self._old_death: Died | None = None
-        """A death before the last restart. It counts until the server logs a batch again."""
+        """The death before the last restart. It stays in the facts until the server logs a batch again."""
 
     def read(self, path: Path) -> Self:
         """Read a log to its end. Raises InputError for a file that cannot be read or is not an SGLang log."""
@@ -346,6 +348,7 @@ class LogReader:
             case RunningCapped() | PoolAllocated():
                 self._pool(record)
             case ServerReady():
+                # Only an earlier line of this start tells whether memory limits the running requests.
                 self.facts.ready = record._replace(memory_caps_running=self._memory_caps_running)
                 self._phase = "general"
             case WeightsLoaded():
@@ -461,7 +464,7 @@ class LogReader:
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Keep the record that best explains a death: a SIGKILL, or else the first exception."""
-        # A death before the last restart does not count, because the server has been started again since.
+        # A new failure replaces the death before the last restart, so that death is ignored here.
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
             # If the line does not show the phase, it is that of the lines before.

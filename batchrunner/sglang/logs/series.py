@@ -137,7 +137,8 @@ class Track:
         that the client sends too few requests at a time.
         """
         samples = self.samples
-        # Find the index at which the final samples with an empty queue begin.
+        # Find the index at which the final samples with an empty queue begin. A sample whose number of unsent
+        # rows is known needs no mark.
         drain_begin = len(samples)
         while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
             drain_begin -= 1
