@@ -53,7 +53,7 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     ordered: list[str] = []
     remaining = [*values]
     rows = len(next(iter(values.values())))
-    # A hash of each row's values in the columns that are already in order.
+    # Each element is a hash of a row's values in the columns that are already in order.
     prefixes: list[Hashable] = [0] * rows
 
     def shared_text(name: str, prefixes: Sequence[Hashable]) -> float:

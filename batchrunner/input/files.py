@@ -480,6 +480,7 @@ class SourceFile:
         try:
             return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
         except FileNotFoundError:
+            # The new copy must have the same rows as the deleted one.
             self.check_unchanged()
             self._copy = self._find_copy()
             return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
@@ -555,8 +556,8 @@ class SourceFile:
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
+            # Another process may have written the copy while this one waited.
             if not copy.exists():
-                # Another process may have written the copy while this one waited.
                 # If an earlier copy was read, the digest has been computed already.
                 self.digest = self.digest or self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:

@@ -123,9 +123,8 @@ class JobInput:
 def lease_rows(rows: int) -> int:
     """Return the approximate number of rows in a lease (a range of rows that a worker claims).
 
-    `rows` is the number of rows of the run.
-
-    In a Slurm array, the number also depends on the number of tasks (`SLURM_ARRAY_TASK_COUNT`).
+    `rows` is the number of rows of the run. In a Slurm array, the result also depends on the number of tasks
+    (`SLURM_ARRAY_TASK_COUNT`).
     """
     array_tasks = os.environ.get("SLURM_ARRAY_TASK_COUNT", "")
     workers = int(array_tasks) if array_tasks.isdecimal() else 1

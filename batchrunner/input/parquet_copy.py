@@ -454,7 +454,7 @@ def in_chunks(
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:
-    """Return an array of values with the type that Arrow infers; without a common type, of JSON texts."""
+    """Return an array of values with the type that Arrow infers; JSON texts if they have no common type."""
     try:
         return pa.array(values)
     except UNFIT:

@@ -82,6 +82,7 @@ class PythonPrompts:
             # A function returns None to leave a row out.
             return Outcome.unsent(request.ref, result.error)
         try:
+            # The value is a pair: the kind of the prompt, and the prompt.
             return with_prompt(request, self._label, *result.value)
         except RowRefusedError as failure:
             return Outcome.unsent(request.ref, str(failure))

@@ -154,6 +154,7 @@ class Encoder:
             raise ids
         context, longest_prompt = self._budget
         if context is None:
+            # The limit is unknown, so the engine decides whether the prompt fits.
             return ids
         if self._truncation is None:
             if len(ids) >= context:
@@ -171,6 +172,7 @@ class Encoder:
         if len(ids) <= limit:
             return ids
         if limit > 0 and self._backend is None:
+            # The prompt was given as token ids, so there is no text to truncate.
             return truncate_tokens(ids, limit, self._truncation)
         return self._truncated(request, len(ids), limit, self._truncation)
 

@@ -296,7 +296,7 @@ class LogReader:
         # Arguments and failures of this log are read into empty facts. Afterwards `_add` takes over those of
         # earlier logs that this log lacks.
         earlier = self.facts
-        # No restart has been read in this log.
+        # This log has no restart yet, so there is no death before one.
         self._old_death = None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
@@ -361,6 +361,7 @@ class LogReader:
 
     def _pool(self, record: RunningCapped | PoolAllocated) -> None:
         """Record a line about the state pool or the KV pool in `facts.states`, if the model is hybrid."""
+        # The number of slots is 0 until a line has it.
         pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
         if isinstance(record, RunningCapped):
             self._memory_caps_running = True
@@ -463,7 +464,10 @@ class LogReader:
             facts.quantised = record.quantised
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
-        """Keep the record that best explains a death: a SIGKILL, or else the first exception."""
+        """Keep each out-of-memory record, and the record that best explains the death of the server.
+
+        The best explanation is a SIGKILL, or else the first exception.
+        """
         # A new failure replaces the death before the last restart, so that death is ignored here.
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
