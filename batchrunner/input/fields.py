@@ -34,6 +34,7 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
                 if not isinstance(row, str):
                     for name in columns:
                         line = field_line(name, row[name])
+                        # Only the equality of lines matters, so hashes save memory.
                         values[name].append(hash(line))
                         # A line counts with its line break.
                         lengths[name] += len(line) + 1

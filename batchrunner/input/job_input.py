@@ -109,6 +109,7 @@ class JobInput:
                 selected.add(row)
                 if len(selected) == limit:
                     break
+        # A filter that fails more often than it is true is likely wrong.
         rows_true = len(selected) - failures
         if rows_true and rows_true >= failures:
             return selected

@@ -229,6 +229,7 @@ def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[floa
     in_input_order = repeats_in_stretches / sampled
     is_whole_input = sampled == rows
     if is_whole_input:
+        # In sorted order, all rows but the first one of each key equal an earlier row.
         return in_input_order, 1 - len(counts) / sampled
     rows_with_frequent_key = sum(count for count in counts.values() if count > 2)  # noqa: PLR2004
     rows_with_key_twice = sum(count for count in counts.values() if count == 2)  # noqa: PLR2004

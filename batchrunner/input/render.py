@@ -203,6 +203,7 @@ class Renderer:
             prompt, media = self._media.prompt(ref.row, row)
         sampling = self._sampling
         if isinstance(prompt, RequestBody):
+            # The body has its own sampling parameters. Only its limits are also needed outside of it.
             sampling = {"max_new_tokens": prompt.most_tokens}
             if prompt.most_thinking is not None:
                 sampling[THINKING] = prompt.most_thinking

@@ -72,6 +72,7 @@ def verdict_of(end: RunEnd) -> RunVerdict:
     If several reasons apply, the first one in the order of this function counts.
     """
     if end.failure is not None:
+        # The text of an error may have its hint already.
         next_step = "" if end.failure.hint in str(end.failure) else end.failure.hint
         return RunVerdict(end.failure.exit_code, str(end.failure), next_step)
     # Rows remain that this worker has leased, or that no running worker has leased. A requested stop counts

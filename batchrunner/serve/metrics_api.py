@@ -182,6 +182,7 @@ class MetricsApi:
 
     def _of_batches(self) -> Iterator[Metric]:
         """Yield the numbers of batches, of requests and of tokens."""
+        # Each owner has a value from the start, even without a batch.
         tally, queued = self._tally, Counter[str](dict.fromkeys(self._owners.names, 0))
         unfinished = tally.update()
         batches = Counter(tally.ended_batches)
@@ -261,7 +262,7 @@ class MetricsApi:
 def _family(kind: Any, name: str, text: str, *, labels: list[str], values: Mapping[Any, int]) -> Any:
     """Return a metric of prometheus_client's class `kind`, with a value for each combination of `labels`.
 
-    A combination of one label is a text.
+    The keys of `values` are the combinations: tuples of texts, or texts if there is only one label.
     """
     family = kind(f"{PREFIX}{name}", text, labels=labels)
     for combination, value in values.items():
