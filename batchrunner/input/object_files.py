@@ -108,6 +108,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             return list(islice(pages, most_pages))
 
         try:
+            # If the listing breaks off, `read_whole` begins it again.
             pages = read_whole(list_pages)
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None

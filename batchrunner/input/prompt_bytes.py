@@ -82,7 +82,7 @@ def _message_with_files(message: dict[str, Any], files: Sequence[PromptFile]) ->
     if not isinstance(content, list):
         return _message_bytes(message)
 
-    # Null bytes separate the parts, because texts have none.
+    # Null bytes end the role and the message, because texts have none.
     chunks = [_encoded(f"{message['role']}\0")]
     for part in content:
         index = file_of_part(part)

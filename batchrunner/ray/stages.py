@@ -87,7 +87,7 @@ class StageCall:
         """
         call = self.call
         if call.parse is not None:
-            # The function of `parse` may take the row, so the row must be carried.
+            # The function of `parse` may take the row, so all columns that are kept go through the job.
             call = replace(call, columns=columns.names if self.columns is None else self.columns)
         return call.job(columns, [str(directory)], directory)
 

@@ -299,7 +299,10 @@ class MediaPrompts:
         return messages_with_files
 
     def _parts_of(self, text: str, files: list[PromptFile], placed: list[PromptFile]) -> list[dict[str, Any]]:
-        """Split a text at the marks of files into text and media parts; append the files to `placed`."""
+        """Split a text at the marks that stand for files into text and media parts.
+
+        The files are appended to `placed`.
+        """
         parts: list[dict[str, Any]] = []
         # Splitting yields in turn a text and the index of a file.
         for number, text_or_index in enumerate(self._mark.split(text)):
@@ -387,7 +390,10 @@ def _with_empty_parts(text: str, marks: list[str]) -> str | list[dict[str, Any]]
 def _filled(
     parts: list[Any], files_to_place: Mapping[str, Iterator[PromptFile]], placed: list[PromptFile]
 ) -> list[Any]:
-    """Return the parts of a message, with the next file of its kind in place of each empty part."""
+    """Return the parts of a message, with the next file of its kind in place of each empty part.
+
+    The files are taken from `files_to_place`, by kind, and appended to `placed`.
+    """
     parts_with_files = []
     for part in parts:
         kind_name = _kind_of_empty_part(part)
