@@ -68,6 +68,7 @@ class SilenceTimer:
             self._progress, self._silent_s = progress, 0.0
             return None
         self._silent_s += passed_s
+        # Until a server has worked for this long, it may be silent for as long, because it compiles kernels.
         warm_up_s = WARM_UP * self._least_s
         least_s = self._least_s if self._worked_s >= warm_up_s else warm_up_s
         if self._silent_s <= max(least_s, TIMES_LONGEST * self._longest_s):

@@ -78,6 +78,7 @@ def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) 
     Prompt and output must both be texts, or both be token ids.
     """
     prompt_text, output_text = _as_text(prompt), _as_text(output)
+    # In a periodic text, the last characters also occur one period earlier.
     period = _distance_to_repeat(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
     if not period:
         return False

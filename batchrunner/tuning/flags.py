@@ -326,7 +326,7 @@ def _good_fraction(server: Server) -> list[float]:
     present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
     if present is None or spare_gb is None or not card:
         return []
-    # `good` is the free memory that SGLang's guides advise..
+    # Free memory beyond the amount that SGLang's guides advise.
     surplus_gb = spare_gb - server.band.good
     is_raise = surplus_gb > 0
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
@@ -344,8 +344,8 @@ def _good_fraction(server: Server) -> list[float]:
 def _higher_fraction(server: Server) -> list[float]:
     """Return the fraction of `_good_fraction`, then the present one plus a small step.
 
-    Values are for trials, which may kill their server. So half of the 5 GB suffice that SGLang's tuning
-    guides want free at least: servers on an H200 took 2.0 to 2.5 GB more once they were ready
+    The values are for trials, whose server may die. So they leave at least 2.5 GB free, half of the minimum
+    in SGLang's tuning guides. Servers on an H200 took 2.0 to 2.5 GB more once they were ready
     (docs/benchmarks.md).
     """
     present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb or 0.0
@@ -491,6 +491,7 @@ def _state_pool(flag: str, *, grows: bool) -> NextValues:
     """Return the function for the next value of a flag that enlarges (`grows`) or shrinks the state pool."""
 
     def values(server: Server) -> list[Any]:
+        """Return the value for as many slots as `state_slots` finds best; empty if it hardly changes."""
         pool = server.facts.states
         if pool is None:
             return []
@@ -579,7 +580,7 @@ def beside(name: str, value: Any, server: Server) -> dict[str, Any]:
 
 
 def best_backends(facts: Facts) -> Sequence[str]:
-    """Return the attention backend of SGLang's tuning guides for a GPU and a model, then one to compare.
+    """Return the attention backend that SGLang's tuning guides advise, and another one to compare it with.
 
     Empty if SGLang has to choose the backend itself.
     """
@@ -649,6 +650,7 @@ def _other_layouts(server: Server) -> list[int]:
     more_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
     if facts.tp > 1 and least_fraction(facts) + more_weights < HIGHEST_FRACTION:
         sizes.append(facts.tp // 2)
+    # A replica of twice the size takes as many further GPUs as it has now.
     if facts.idle_gpus >= facts.gpus:
         sizes.append(2 * facts.tp)
     # If the number of heads is unknown, it is assumed to be divisible by any power of two.

@@ -114,7 +114,9 @@ class _WorkerReader:
         self._name = name
         self._load = load
         self._before = dict(load.tracks), load.retractions, replace(client)
+        """State before this worker's events, to which `_restart` returns."""
         self._start: Mapping[str, Any] | None = None
+        """Event `start` of the present attempt; None before the first."""
         self._learned: dict[str, Any] = {}
         """Flags that the runner gave the servers in addition to the job's own."""
         self._tracks: dict[str, str] = {}
@@ -127,7 +129,7 @@ class _WorkerReader:
         """Maximum number of requests that have run at once since the first load sample."""
 
     def read(self, path: Path) -> None:
-        """Read the worker's event log to its end."""
+        """Read the worker's event log. A change of the servers' flags drops the load before the change."""
         for event in read_events(path):
             if (sample := sample_of(event)) is not None:
                 self.add(sample, at=sample.time)
@@ -192,6 +194,7 @@ class _WorkerReader:
             client.empty += 1
             if sample.in_flight >= FULL * sample.window:
                 client.at_window += 1
+                # The window is full, but most of its requests have not reached the scheduler.
                 if 2 * running < sample.in_flight:
                     client.on_way += 1
             elif sample.resting > 0:

@@ -177,8 +177,10 @@ def _cause_of_reserve(
 def running_capped(situation: Situation, _: Flags) -> Finding | None:
     """Detect that `max_running_requests` is the limit while the KV pool has room."""
     most = situation.max_running or 0
+    # SGLang's own defaults never exceed MOST_RUNNING, so no higher limit is advised.
     if not frequent(situation.load, "capped") or situation.fills_up or not 0 < most < MOST_RUNNING:
         return None
+    # The state pool is the limit, and a higher `max_running_requests` would not enlarge the pool.
     if situation.waits_for_states:
         return None
     return Finding(

@@ -217,7 +217,7 @@ class TrialWatch:
         return begin, until
 
     def result(self, ended: Ended, why: str, at_s: float, cost_s: float) -> TrialResult:
-        """Return the result of a trial that has ended."""
+        """Return the result of a trial that has ended, with the speed in its measured span."""
         end = TrialProgress(at_s, self.tokens, self.rows)
         begin, until = self.measured_span(end)
         span_s = max(until.at_s - begin.at_s, 1e-9)

@@ -42,13 +42,16 @@ _read_memo = msgspec.json.Decoder(Memo)
 
 
 class Memory:
-    """A file of memos. Several processes may append to it; `recall` skips damaged lines."""
+    """A file with one memo a line. Several processes may append to it; `recall` skips damaged lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def recall(self, kind: str, about: str = "") -> list[msgspec.Raw]:
-        """Return the contents of the memos of one kind and subject, the oldest first; empty if unreadable."""
+        """Return the contents of the memos (lines of the file) that have this kind and subject, oldest first.
+
+        Empty if the file cannot be read.
+        """
         lines: list[bytes] = []
         with contextlib.suppress(OSError):
             lines = self.path.read_bytes().splitlines()
@@ -129,6 +132,7 @@ class FlagMemory:
     """
 
     def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
+        """Read what earlier runs have learned for jobs of this `shape`, which is a digest of the job."""
         self._memory = memory
         self._shape = shape
         # Steps of this worker, kept in memory in case the file cannot be written.

@@ -92,9 +92,9 @@ def checking_cost(running: float, kv_share: float) -> float:
 
     While `running` requests decode, the step reads the weights once, computes `CHECKED` tokens instead of one
     for each request, and reads the KV cache once as before. `kv_share` is the size of the KV cache in use
-    divided by that of the weights. This is arithmetic; no figure of it was measured.
+    divided by that of the weights. The result is calculated, not measured.
     """
-    # The unit of time is one read of the weights. Their matrix products never take less than that.
+    # Unit of time: one read of the weights. The matrix products never take less than that.
     weights = max(1.0, running / COMPUTE_BOUND)
     weights_with_drafts = max(1.0, running * CHECKED / COMPUTE_BOUND)
     return (weights_with_drafts + kv_share) / (weights + kv_share)

@@ -120,7 +120,7 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     # The kernel kills if the host's memory runs out. A smaller pool on the GPU would free none of it.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
-    # Flags of a state pool have moves for the sign "no-states", all other flags for one of the first two.
+    # Flags of a state pool change by the sign "no-states", all other flags by the first sign.
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
     server = Server(facts, running=death.running, why=death.why)
     for group in FLAGS_AFTER.get(death.kind, ()):
@@ -170,13 +170,16 @@ class Healer:
             incidents.append(Incident("recalled", "the engine", learned.why, {"new": self.args}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
-        """Choose `args` after a server's death; return whether they may help, so that no row is to blame."""
+        """Store safer arguments in `args` after a server's death; return whether the next start may succeed.
+
+        If it may succeed, no row is to blame for the death.
+        """
         facts, flags = read_server(ended)
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # The server was started before another server's death changed `args`, so the new ones may suffice for
-        # it too.
+        # The server was started before another server's death changed `args`, so the changed arguments may
+        # help this server too.
         if not self._had_all(ended.args):
             return True
         args = safer(death, facts, flags)

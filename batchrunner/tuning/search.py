@@ -195,8 +195,8 @@ class Search:
         self.reason = "no change of a flag is faster"
         # Each change beat only the setting before it, so the last one must also beat the job's own flags.
         while self._beats_own() == "again":
-            slower = min(self.best, self.own, key=lambda setting: len(setting.results))
-            yield from self._try(slower, "the best and the job's own flags, in turn", None)
+            less_tried = min(self.best, self.own, key=lambda setting: len(setting.results))
+            yield from self._try(less_tried, "the best and the job's own flags, in turn", None)
 
     @property
     def winner(self) -> FlagSetting:
@@ -287,6 +287,7 @@ class Search:
         before = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))
         while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
+            # The setting with fewer trials in this race runs next; on a tie, the best setting does.
             if len(self.best.speeds) - before <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
@@ -334,7 +335,8 @@ class Search:
             best_speeds,
             self._noise(),
             more_per_pass=only_schedules and more_per_pass(newest.signs, best.signs),
-            # Passes have become fuller, so an apparent loss of up to LEAST_GAIN is noise for a small step.
+            # `worth` matters only if passes have become fuller. The gain of a small step is below the noise
+            # of measured speeds, so even an apparent loss of up to LEAST_GAIN is accepted for such a flag.
             worth=-LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN,
         )
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")

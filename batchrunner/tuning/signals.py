@@ -132,7 +132,7 @@ def is_full(load: Gauges) -> bool:
 
 
 def reaches_cap(running: float, max_running: int | None) -> bool:
-    """Tell whether `max_running_requests` is the limit.
+    """Tell whether so many requests run that `max_running_requests` is the limit.
 
     With only one free slot, the limit counts as reached, because the scheduler is about to fill the slot.
     """
@@ -304,7 +304,11 @@ class Corner(StrEnum):
 
 
 def corner_of(load: Gauges, *, overfull: bool, share_held: float) -> Corner | None:
-    """Return the load state of a scheduler whose window is in use; None if no state fits."""
+    """Return the load state of a scheduler whose window is in use; None if no state fits.
+
+    `overfull` tells whether the KV pool retracts requests often. `share_held` is the share of the readings in
+    which the server holds requests back.
+    """
     # Several states may fit; the tests are in the order of precedence.
     if overfull:
         return Corner.FILLING

@@ -107,7 +107,7 @@ def has_media(prompt: Mapping[str, Any]) -> bool | None:
 
 
 def sets_sampling(prompt: Mapping[str, Any]) -> bool:
-    """Tell whether the job's section `sampling` applies to all requests; `prompt` is another section.
+    """Tell whether the job's section `sampling` applies to all requests; `prompt` is its section `prompt`.
 
     Lines of a batch file, and the requests of rollouts, have sampling parameters of their own.
     """

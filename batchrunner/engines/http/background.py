@@ -72,7 +72,7 @@ class BackgroundServers(AttachedServers):
             if task not in self._preempted:
                 raise
             preempted = PreemptedError(str(failure))
-            # `_post` has read this number from the reply to the aborted request.
+            # `_post` has read this number of output tokens from the reply to the aborted request.
             preempted.tokens = self._preempted[task]
             raise preempted from None
         finally:

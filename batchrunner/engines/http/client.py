@@ -274,6 +274,7 @@ class HttpEngine(Engine):
 
     async def close(self) -> None:
         """Close all connections."""
+        # From now on, `loads` asks no server.
         self._reports_load = False
         if self._timeout_loop is not None:
             self._timeout_loop.cancel()

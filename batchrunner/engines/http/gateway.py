@@ -139,8 +139,9 @@ def code_of(content: bytes) -> str | None:
 def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
     """Return the error of a row that the gateway itself refused; None if the row may be at fault.
 
-    No row is to blame if the gateway reached no worker, or has a limit. After a timeout, the attempt counts
-    against the row. If a connection broke before the answer, the row may have killed the worker.
+    No row is to blame if the gateway reached no worker, or refused the request because of a limit of its own.
+    After a timeout, the attempt counts against the row. If a connection broke before the answer, the row may
+    have killed the worker.
     """
     code = code_of(answer.content)
     if code is None:
@@ -337,6 +338,7 @@ class ThroughGateway(HttpEngine):
         self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
         self.model_to_send = self._model_id
         self._model_names = frozenset({self._model_id, str(model["model_path"])})
+        # A worker is described by its labels. Without labels, the run's model has no fields to compare.
         self.guard.model = common_model([worker.model for worker in workers if worker.labels] or [{}])
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")

@@ -214,7 +214,8 @@ class LoadEstimate:
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
         """Process the last report of a worker, which may be one that was processed before.
 
-        `in_flight` is the number of requests at the worker now.
+        A new report shows how many requests can be at work (running or on the way) at the worker. `in_flight`
+        is the number of requests at the worker now.
         """
         running, waiting = report.num_running_reqs, report.num_waiting_reqs
         # A report without a time and without requests means that the gateway could not read the load.
@@ -311,6 +312,7 @@ class WorkerWatch:
             # This report may be older than the failure, so only the next one ends the doubt.
             self._report_before = reported_at
         elif reported_at != self._report_before or reported_at is None:
+            # The report is newer than the failure, or reports have no times by which to tell.
             self.in_doubt = False
 
 

@@ -224,7 +224,7 @@ class ServerTree:
         return 128 + signal.SIGKILL if self.status is None else self.status
 
     def kill_all(self) -> bool:
-        """Send SIGKILL to all processes of the tree; return False once none of them lives."""
+        """Send SIGKILL to all processes of the tree; return False if none was alive any more."""
         # Without /proc the descendants are unknown, but the process group of the server is known.
         if self.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):

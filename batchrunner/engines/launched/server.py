@@ -219,6 +219,7 @@ class SGLangServer:
         self._is_recalled = False
         self._is_stopping = False
         self._settled.clear()
+        # `_watch` treats a planned restart like a hang, but first lets the rows end.
         self.hangs(PLANNED)
 
     def keep(self) -> None:
@@ -377,8 +378,8 @@ class SGLangServer:
     async def ready(self) -> None:
         """Wait until the server is up.
 
-        Raises EngineLostError if it will never be up again. After `stay` no row waits, because the run is
-        ending, so EngineDownError is raised if the server is not up.
+        Raises EngineLostError if the server will never be up again. After a call of `stay` the run is ending,
+        so a row does not wait: EngineDownError is raised at once if the server is not up.
         """
         if not self._is_stopping:
             await self._settled.wait()
@@ -485,7 +486,10 @@ class SGLangServer:
         return hang.result() if hang.done() else None
 
     async def _take_down(self, hang: Hang | None) -> str:
-        """Report a death or hang, mark the server as dead, and end it if it hangs; return the cause."""
+        """Report a death or hang, mark the server as dead, and end it if it hangs; return the cause.
+
+        A planned restart is treated as a hang, but not reported, because `_change` has reported it.
+        """
         cause = f"{self.name} {hang.why}" if hang else self._failure_message("died")
         if hang is not PLANNED:
             self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))

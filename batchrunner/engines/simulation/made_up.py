@@ -53,7 +53,7 @@ def json_of_schema(schema: Any, number: int) -> str:
 
 
 def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
-    """Return a value that follows a schema inside the schema `root`, to which its `$ref`s refer.
+    """Return a value that follows `schema`, a part of the schema `root`. A `$ref` names a part of `root`.
 
     Return None if the value is nested deeper than MOST_DEPTH.
     """

@@ -190,6 +190,7 @@ class Replica:
         """
         ended: list[EndedRequest] = []
         while self._free_at_s <= until_s:
+            # The present passes have ended, so their results are reported now.
             ended += self._ended
             self._ended, self.load = [], self._next_load
             # A pass that would begin exactly at `until_s` must wait, because samples may be submitted first.

@@ -449,6 +449,7 @@ class Scheduler:
             self.chunked = sample
         self._charge(budget, sample, tokens, uncached)
         sample.node, sample.protected_tokens, sample.filled_tokens = node, matched, matched
+        # After a retraction, the count of the first admission is kept, as a server reports it.
         if not sample.retractions:
             sample.cached_tokens = matched
         self.cached_tokens += matched
@@ -483,7 +484,10 @@ class Scheduler:
         budget.chunk_tokens -= tokens
 
     def _refresh_prefixes(self) -> None:
-        """Touch the cached prefixes of the first waiting samples, so that they are evicted last."""
+        """Touch the cached prefixes of the first waiting samples, so that they are evicted last.
+
+        As in SGLang, only one call in REFRESH_PASSES does so.
+        """
         if not self.pool.caching or not self.waiting:
             return
         if self._admission_passes % REFRESH_PASSES == 0:
