@@ -76,7 +76,7 @@ _LENGTHS = [
 and one answer in ten has at least 418."""
 _TAPE_STARTS = 4096
 _TAPE = [_VOCABULARY[crc32(b"%d" % i) % len(_VOCABULARY)] for i in range(_TAPE_STARTS + LONGEST_TEXT_WORDS)]
-"""Random words. A text is a stretch of them, which begins at one of the first _TAPE_STARTS words."""
+"""Random words. A text consists of consecutive words of this list, from one of the first _TAPE_STARTS on."""
 
 
 def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Completion:

@@ -188,7 +188,8 @@ MOST_CLIP = 4096
 """SGLang's default clip for reserved output: it reserves memory for at most this many tokens of each
 output."""
 SHORTER = 0.9
-"""The clip is lowered only if the new value is below this fraction of the present one."""
+"""SGLang's clip for reserved output tokens is lowered only to less than this fraction of its present
+value."""
 FEWER = 0.9
 """If the KV pool is too small, `--max-running-requests` falls to this fraction of the running requests."""
 MOST_RUNNING = 4096
@@ -291,7 +292,7 @@ def _calmer(server: Server) -> list[float]:
 
 
 def _clip(server: Server) -> list[int]:
-    """Return the longest output as the clip, if that is clearly lower than the present clip."""
+    """Return the longest output as SGLang's clip for reserved output tokens, if it is clearly lower."""
     longest = server.longest_output or MOST_CLIP
     return [longest] if longest < SHORTER * (server.now(CLIP) or MOST_CLIP) else []
 
@@ -344,8 +345,8 @@ def _good_fraction(server: Server) -> list[float]:
 def _higher_fraction(server: Server) -> list[float]:
     """Return the fraction of `_good_fraction`, then the present one plus a small step.
 
-    The values are for trials, whose server may die. So they leave at least 2.5 GB free, half of the minimum
-    in SGLang's tuning guides. Servers on an H200 took 2.0 to 2.5 GB more once they were ready
+    The values are for trials, whose server may die. So they need only half of the minimum free memory in
+    SGLang's tuning guides (2.5 of 5 GB). Servers on an H200 took 2.0 to 2.5 GB more once they were ready
     (docs/benchmarks.md).
     """
     present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb or 0.0
@@ -389,7 +390,7 @@ def _larger_chunk(server: Server) -> list[int]:
 
 
 def _smaller_chunk(server: Server) -> list[int]:
-    """Return the steps down of the prefill chunk, in tokens."""
+    """Return smaller sizes of the prefill chunk to try, in tokens, the largest first."""
     present = server.now("chunked-prefill-size")
     if present is None or present <= 0:
         # The chunk size is unknown, or chunking is off.
@@ -430,7 +431,7 @@ def _running(server: Server) -> float:
 
 
 def _fewer_retracted(server: Server) -> list[int]:
-    """Return a lower `--max-running-requests`, once the scheduler reserves all of `max_new_tokens`."""
+    """Return a lower `--max-running-requests`, if the scheduler reserves all of `max_new_tokens` already."""
     fewer = int(FEWER * _running(server))
     return [fewer] if fewer and not _calmer(server) else []
 
@@ -458,7 +459,7 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     pool, share = server.facts.states, server.facts.state_share
     if pool is None or not share or server.running < 1:
         return 0
-    # Both variables are fractions of the two pools' memory that one request takes.
+    # A request takes these fractions of the two pools' common memory, for its states and for its tokens.
     states = per_request * size * share / pool.slots
     tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
     most_in_both = 1 / (states + tokens)
@@ -522,7 +523,7 @@ def _twice_slots(server: Server) -> list[int]:
 
 
 def _lazy_states(server: Server) -> list[str]:
-    """Return the state strategy that takes fewer slots per request.
+    """Return the strategy of a hybrid model's state pool that takes fewer slots per request.
 
     Like the present strategy, it caches prefixes and lets SGLang prepare a pass during the previous pass.
     """
@@ -575,7 +576,7 @@ def beside(name: str, value: Any, server: Server) -> dict[str, Any]:
     per_request = slots_after({name: value}, pool.per_request)
     # With this flag, states have 16 bits instead of 32.
     size = 0.5 if name == "mamba-ssm-dtype" else 1.0
-    # Only without the prefix cache a request takes a single slot.
+    # A request takes a single slot only if the prefix cache is off.
     return state_args(server, per_request, size, without_cache=per_request == 1)
 
 
@@ -617,12 +618,12 @@ def _set(flag: str, value: Any) -> NextValues:
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return the only move for a number of threads or processes: to `least`, unless it is as high already."""
+    """Return a function that raises a number of threads or processes to `least`, if it is lower now."""
     return lambda server: [least] if (server.now(flag) or 0) < least else []
 
 
 def _for_media(flag: str, least: int) -> NextValues:
-    """Return the move of `_at_least`, but only for a job whose prompts have images, sounds or videos."""
+    """Return the same values as `_at_least`, but only for prompts with images, sounds or videos."""
     return lambda server: _at_least(flag, least)(server) if server.media else []
 
 
@@ -708,7 +709,7 @@ def _kv_once(server: Server) -> list[int]:
 
 
 class Move(NamedTuple):
-    """The change of a flag that a sign, an observation about the server, calls for."""
+    """A change of a flag for one sign: an observation about the server that calls for the change."""
 
     values: NextValues
     """Returns the values to take, in order; empty if no value remains or too little is known."""

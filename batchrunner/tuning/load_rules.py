@@ -277,8 +277,7 @@ weights once and compute little."""
 LEAST_INTERVAL = 2
 """Minimum `--prefill-decode-interval` that pays, in decode steps."""
 FEWER_PASSES = 1.25
-"""`--prefill-decode-interval` pays if, without the flag, there are at least this many times as many passes as
-with it."""
+"""`--prefill-decode-interval` pays if it divides the number of passes by at least this factor."""
 LARGE_TP = 4
 """Minimum tensor parallelism at which larger CUDA graphs pay (SGLang's tuning guides)."""
 

@@ -101,7 +101,7 @@ class TrialResult:
 
     @property
     def is_speed(self) -> bool:
-        """Whether the speed counts, because the trial was measured to its end and rows were answered."""
+        """Whether the speed is valid: the trial was measured to its end, and rows were answered."""
         return self.ended == "measured" and self.tokens_per_s > 0
 
 
@@ -135,7 +135,7 @@ class TrialWatch:
     rows: int = 0
     """Number of answered rows."""
     _warm: TrialProgress | None = None
-    """Progress when steady time began."""
+    """Progress when the steady time began; None during the warm-up."""
     _busy: TrialProgress | None = None
     """Progress at the last reading in which a request waited."""
     _peak: int = 0

@@ -66,7 +66,8 @@ class Death(NamedTuple):
     """The cause of a server's death."""
 
     kind: Phase | Kind
-    """Phase in which memory ran out, `killed` if the kernel killed it for lack of memory, or else `crash`."""
+    """Phase in which memory ran out, `killed` if the kernel killed the server for lack of memory, or else
+    `crash`."""
     why: str
     """Log line or sentence that names the cause."""
     running: int = 0
@@ -117,7 +118,8 @@ value, the next group changes."""
 
 def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     """Return the arguments to change, as in `engine.args`; empty if none would help."""
-    # The kernel kills if the host's memory runs out. A smaller pool on the GPU would free none of it.
+    # The kernel kills a process if the host's memory runs out. A smaller pool on the GPU would not free host
+    # memory.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
     # Flags of a state pool change by the sign "no-states", all other flags by the first sign.

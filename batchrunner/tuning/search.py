@@ -123,8 +123,8 @@ def _quantile(freedom: int) -> float:
 
 
 FAILED_MORE = 0.01
-"""Maximum difference, between a challenger's share of failed rows and the best's, at which the challenger is
-safe. It is not 0, because trials do not answer the same rows."""
+"""A challenger is safe if its share of failed rows exceeds that of the best setting by at most this. It is
+not 0, because trials do not answer the same rows."""
 MOST_MISSES = 2
 """Maximum number of changes without a gain, one after the other, before the search leaves a flag."""
 TOGETHER = Flag("together", {})
@@ -240,7 +240,7 @@ class Search:
         return won
 
     def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
-        """Return the next untried change of a flag, or of all flags for TOGETHER; None if there is none."""
+        """Return the next untried change of one flag, or of all at once (TOGETHER); None if none is left."""
         if tuned_flag is not TOGETHER:
             return self._untried(tuned_flag)
         all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
@@ -305,7 +305,7 @@ class Search:
         setting.results.append(result)
 
     def _incumbent(self, setting: FlagSetting) -> Incumbent:
-        """Return the best's speed, as the speed that one replica of the challenger has to beat."""
+        """Return the speed that one replica with `setting` must beat, for `setting` to become the best."""
         best = self.best.replicas * self.best.newest.tokens_per_s / setting.replicas
         return Incumbent(best, margin_to_stop(self._noise()))
 

@@ -29,7 +29,7 @@ _OUTPUT_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 class BackgroundServers(AttachedServers):
-    """Servers whose users go first, so that rows can be preempted: see `Engine.preempt`."""
+    """Servers whose users go before the run: its rows can be preempted (see `Engine.preempt`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -445,7 +445,7 @@ class HttpEngine(Engine):
     async def _end_late_requests(self) -> None:
         """End requests that exceed `limits.request_timeout`, until cancelled.
 
-        A timer for each request would be 8 % of the instructions that a row costs.
+        A timer for each request would take 8 % of the instructions that a row costs.
         """
         while True:
             await asyncio.sleep(min(LONGEST_TICK_S, self._limits.request_timeout / 10))
@@ -845,7 +845,8 @@ class BundleAnswer:
                     if self._is_over and end.when() is None:
                         end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
         except TimeoutError:
-            # Without an end of all rows, the timeout is that of the connection.
+            # The timeout above begins only when all rows have ended. Before that, the error comes from the
+            # connection.
             if not self._is_over:
                 raise
         return self.refusal

@@ -309,8 +309,8 @@ class ThroughGateway(HttpEngine):
         self._key_search: asyncio.Task[None] | None = None
         """Search for new keys, after a change of the workers."""
         self._next_search_at = 0.0
-        """No new key search starts before this time (seconds of the monotonic clock), even if a wrong worker
-        answers."""
+        """Earliest time of the next search for routing keys (seconds of the monotonic clock), even if a
+        request reaches another worker than the one that its key was found for."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
@@ -343,7 +343,8 @@ class ThroughGateway(HttpEngine):
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
         self._in_use = urls_in_use(workers)
-        # If any worker is no regular HTTP server, the gateway must choose the workers, so there are no keys.
+        # If any worker is no regular HTTP server, the gateway must choose the worker of each request, so no
+        # routing keys are searched.
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
         keys = {} if peculiarity else await self._keys_of(self._in_use)
         self._has_keys = bool(keys)
@@ -438,7 +439,7 @@ class ThroughGateway(HttpEngine):
         error = refusal_of(answer)
         if isinstance(error, (EngineDownError, EngineDiedError)):
             for url, state in self._workers.of.items():
-                # The gateway's message may name the worker, also if the route is the whole gateway.
+                # The gateway's message may name the worker, even if the route is the whole gateway.
                 if url == endpoint.url or url.encode() in answer.content:
                     state.watch.record_failure()
         return error or super()._refusal(endpoint, answer)
@@ -619,7 +620,7 @@ class ThroughGateway(HttpEngine):
             urls = self._in_use
             keys = await self._keys_of(urls)
             if not keys.keys() >= urls:
-                # A worker or the gateway is down. Its old key stays until it answers again.
+                # A worker or the gateway is down. The worker's old key stays until the worker answers again.
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
             for url, key in keys.items():

@@ -276,13 +276,13 @@ class WorkerWatch:
     The gateway does not notice this, because it reads a worker's model only when the worker is registered.
     Only the load reports show it, because the weights of the other model take another amount of memory.
     Before that, requests to the worker fail. From such a failure on, the worker is in doubt and its answers
-    do not count, until a report that is newer than the failure.
+    do not count, until a report arrives that is newer than the failure.
     """
 
     url: str
     in_doubt: bool = False
     _weights_gb: float | None = None
-    """Memory of the weights by the first report; None if no report has it, and then nothing is in doubt."""
+    """Memory of the weights in the first report that has it; None before. Until then, nothing is in doubt."""
     _report_before: Any = None
     """Time of the newest report that the gateway had when the doubt arose; None until its list is read
     again."""

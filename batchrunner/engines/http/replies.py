@@ -210,7 +210,7 @@ MOST_ANSWER_BYTES = 128 << 20
 MOST_EVENT_BYTES = 16 << 20
 """Maximum bytes of an event in the answer to a bundle. A row with a larger event is sent again alone."""
 LARGE_BYTES = 1 << 20
-"""Bytes of an answer from which it counts as large, so that it is read only with one of the LARGE_AT_ONCE
+"""An answer with more bytes than this counts as large, so it is read only with one of the LARGE_AT_ONCE
 permits."""
 LARGE_AT_ONCE = 8
 """Maximum number of large answers that are read at the same time. Otherwise a thousand answers that do not

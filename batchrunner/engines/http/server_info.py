@@ -463,9 +463,9 @@ def scheduler_states(server: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
-    """Return the limit of a scheduler that belongs to a server argument; None if unknown.
+    """Return the limit that a scheduler applies for a server argument; None if unknown.
 
-    With DP attention SGLang divides `max_running_requests` among the DP ranks.
+    With DP attention, SGLang divides `max_running_requests` among the DP ranks.
     """
     limit = state.get(argument)
     if argument == "max_running_requests":

@@ -398,7 +398,8 @@ class SGLangServer:
 
         If so, no row is at fault.
         """
-        # Recovery has not examined a death of the server after `sent_at`, so wait for its result.
+        # If the server died after `sent_at`, recovery has not examined that death yet, so wait for the
+        # result.
         if self._judged_at < sent_at:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_S):

@@ -50,7 +50,7 @@ MOST_SWEEPS = 20_000
 """Maximum number of sweeps over the coefficients in a fit. A fit that has not converged by then ends."""
 RIDGE = 1e-3
 """Weight of the penalty for large coefficients in a fit. Without a penalty the fit would be ill-conditioned,
-because the measured stretches of passes are similar."""
+because the measured spans of passes are similar."""
 
 
 class CostModel(NamedTuple):
@@ -71,7 +71,7 @@ class CostModel(NamedTuple):
 
     def work_s(self, work: PassWork) -> float:
         """Return the seconds that the passes of `work` take."""
-        # `work` also counts output tokens, which have no cost of their own: the samples include it.
+        # `work` ends with the number of output tokens, which have no cost of their own.
         amounts = work[:PARTS]
         return sum(cost * amount for cost, amount in zip(self, amounts, strict=True))
 
@@ -110,11 +110,11 @@ parameters, 32 layers, and 8 key-value heads of 128 (its config.json).
 
 
 def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
-    """Fit a cost model to measured stretches of passes, by non-negative least squares with a ridge penalty.
+    """Fit a cost model to measured spans of passes, by non-negative least squares with a ridge penalty.
 
-    Each stretch is the work of its passes and the seconds that they took. If two coefficients cannot be told
-    apart by these stretches, their common cost is divided between them. So the model is valid for similar
-    work only. Return None if there are fewer stretches than coefficients.
+    A span has the work of its passes and the seconds that they took. If two coefficients cannot be told apart
+    by these spans, their common cost is divided between them. So the model is valid for similar work only.
+    Return None if there are fewer spans than coefficients.
 
     The method is coordinate descent: each coefficient in turn is set to its best value for the current values
     of the other coefficients, until no coefficient changes.

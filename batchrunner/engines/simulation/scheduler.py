@@ -140,8 +140,8 @@ class SimulatedRequest:
     filled_tokens: int = 0
     """Number of tokens of the sample's context that are computed, while the prompt is prefilled in chunks."""
     output_offset: int = 0
-    """The sample's number of outputs when it began to decode, minus the scheduler's count of decode passes at
-    that time. The sum of this and the present count is the present number of outputs."""
+    """The sample's number of outputs is the scheduler's present count of decode passes plus this offset,
+    which is set when the sample begins to decode."""
 
     @property
     def fill_tokens(self) -> int:
@@ -521,7 +521,7 @@ class Scheduler:
                 self.decoding[sample] = sample.target_tokens - sample.output_offset
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
-            # A sample has ended, or its prompt is unfinished, so it does not decode. SGLang treats this as a
+            # A sample that has ended, or whose prompt is unfinished, does not decode. SGLang treats this as a
             # smaller batch, and tries to admit more samples.
             self._is_full = False
         self._decodes_before_prefill = self.config.decode_interval
@@ -581,7 +581,7 @@ class Scheduler:
         )
 
     def _lower_ratio(self, steps: int) -> None:
-        """Lower the new-token ratio by `steps` decode passes, down to its minimum."""
+        """Lower the new-token ratio for each of `steps` decode passes, down to its minimum."""
         initial_ratio = self.config.initial_ratio
         lowest_ratio = initial_ratio * MINIMAL_RATIO_FACTOR
         decay = steps * (initial_ratio - lowest_ratio) / DECAY_STEPS
