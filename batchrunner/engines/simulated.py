@@ -452,8 +452,11 @@ class Simulator(Engine):
         )
         self._replica = Replica(config, cost)
         self._limit_tokens = min(spec.context_length, spec.max_total_tokens)
+        """Maximum number of tokens of a prompt and its output."""
         self._simulation: asyncio.Task[None] | None = None
+        """Task that advances the simulation; None before the first request."""
         self._start = time.monotonic()
+        """Time at which the clock of the simulation began."""
         self._valid_sampling: dict[str, Any] | None = None
         """The last sampling parameters that were found valid."""
 

@@ -112,6 +112,7 @@ class _WorkerReader:
         self.client = client
         """Activity of the runner, summed over all workers read so far."""
         self._name = name
+        """Name of the worker, with which the names of its schedulers begin."""
         self._load = load
         self._before = dict(load.tracks), load.retractions, replace(client)
         """State before this worker's events, to which `_restart` returns."""

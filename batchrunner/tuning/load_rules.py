@@ -362,6 +362,7 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
     decoding_share = 1 - interval / 2 / output_tokens
     if decoding_share <= 0:
         return False
+    # There are more decode steps, and one prefill pass for each interval of them.
     passes_with_interval = steps / decoding_share * (1 + 1 / interval)
     return prefills + steps >= FEWER_PASSES * passes_with_interval
 

@@ -126,13 +126,15 @@ _read_step = msgspec.json.Decoder(TriedStep)
 
 
 class FlagMemory:
-    """The best known flags and variables for similar jobs (of one shape), and the gain of each step.
+    """The best known flags and variables for jobs of one shape, and the gain of each step.
+
+    Jobs have the same shape if their prompt, sampling and engine are the same.
 
     The workers of a joined run share the file, so they learn from each other.
     """
 
     def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
-        """Read what earlier runs have learned for jobs of this `shape`, a digest of what matters in a job."""
+        """Read what earlier runs have learned for this `shape`, a digest of prompt, sampling and engine."""
         self._memory = memory
         self._shape = shape
         # Steps of this worker, kept in memory in case the file cannot be written.

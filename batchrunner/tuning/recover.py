@@ -154,6 +154,7 @@ class Healer:
     def __init__(self, job_args: Mapping[str, Any], memory: Memory, incidents: list[Incident]) -> None:
         """Begin with arguments that worked in an earlier run, except those that `job_args` sets."""
         learned = recall_safer_flags(memory) or SaferFlags({}, "")
+        # `name_in` finds the job's own spelling of a flag that the job sets.
         self.args = {
             name: value for name, value in learned.args.items() if name_in(job_args, name) not in job_args
         }

@@ -172,7 +172,9 @@ class Search:
     def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
         """`args` has the job's own flags, which are tried first."""
         self.best = self.own = FlagSetting(args, machine.replicas_of(args))
+        """The best setting so far, and the setting of the job's own flags."""
         self.settings = {key_of(args): self.own}
+        """All settings that were tried, by their keys."""
         self.notes: dict[str, str] = {}
         """Result of each flag, or the reason why it was not tried."""
         self.reason = ""
@@ -180,6 +182,7 @@ class Search:
         self._machine = machine
         self._tuned_flags = tuned_flags
         self._changed: set[str] = set()
+        """Names of the flags of which a change was tried."""
 
     def steps(self) -> Generator[TrialRequest, TrialResult, None]:
         """Yield requests and receive results until no change of a flag is faster."""

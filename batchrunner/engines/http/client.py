@@ -121,7 +121,9 @@ class HttpEngine(Engine):
         self.serving: list[Endpoint] = []
         """The servers that get rows. A gateway may add and remove servers during the run."""
         self.guard = ModelGuard()
+        """Checks that the servers that answer serve the run's model."""
         self._incidents: list[Incident] = []
+        """Incidents of the servers since the last call of `incidents`."""
         self._task = task
         self.api_key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -129,16 +131,22 @@ class HttpEngine(Engine):
             SECRETS.add(api_key)
         self._limits = limits
         self._row_session: aiohttp.ClientSession | None = None
+        """Session for rows; None before `connect`. See `_open_sessions`."""
         self._question_session: aiohttp.ClientSession | None = None
+        """Session for polls and for requests about the model; None before `connect`."""
         self._server_questions: ServerQuestions | None = None
+        """Asks servers about their model and arguments; None before `connect`."""
         self._reports_load = False
         """Whether the servers report their load at `/v1/loads`."""
         self._timeout_loop: asyncio.Task[None] | None = None
+        """Task that ends requests that exceed `limits.request_timeout`."""
         self._rid_prefix = f"batchrunner-{secrets.token_hex(6)}"
         self._rid_numbers = itertools.count()
+        """Numbers of the request ids, each of which is `_rid_prefix` and a number."""
         self._vocabulary: int | None = None
         """Number of tokens in the model's vocabulary; None if the model's files are not on this machine."""
         self._vector_length = VectorLength()
+        """Refuses vectors of another length than the model's."""
         self.model_to_send: str | None = None
         """Model name that every request must contain; None if the servers accept requests without a name."""
         self._model_names: frozenset[str] = frozenset()
@@ -150,6 +158,7 @@ class HttpEngine(Engine):
         self._no_thinking_budget: str | None = None
         """Reason why the servers would ignore `max_thinking_tokens`; None if they obey it."""
         self._name_lock = asyncio.Lock()
+        """Held while a server is asked what a new model name in the rows stands for."""
         self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
         """Permits to read an answer of more than `replies.LARGE_BYTES`."""
 
@@ -208,7 +217,8 @@ class HttpEngine(Engine):
         If any server that answers reports no load, return none, because the limits of all replicas are
         needed.
         """
-        # The reply of the first replica decides for all of them whether `/v1/loads` exists.
+        # The reply of the first replica decides for all of them whether `/v1/loads` exists. None means that
+        # the replica did not answer this time, so it may still report its load later.
         self._reports_load = await self._loads_of(descriptions[0].url) != []
         loads = await self.loads()
         servers_with_load = {load.server for load in loads}
@@ -934,6 +944,7 @@ class AttachedServers(HttpEngine):
         self._urls = urls
         self._gateway = gateway
         self._watch_loop: asyncio.Task[None] | None = None
+        """Task of `_watch`; None before `open` and after `close`."""
 
     async def open(self) -> EngineInfo:
         """Connect to the servers and describe them; see `Engine.open`."""

@@ -299,11 +299,15 @@ class ThroughGateway(HttpEngine):
         self._why = why
         self._key_header = routing_key_header
         self._gateway: GatewayQuestions | None = None
+        """Asks the gateway for its workers; None before `open`."""
         self._model_id = ""
+        """Model name by which the gateway finds the workers."""
         self._workers = WorkerStates()
+        """State of each worker: its load, its model and its routing key."""
         self._has_keys = False
         """Whether the gateway routes by keys."""
         self._key_numbers = itertools.count()
+        """Numbers of the routing keys that are tried."""
         self._in_use: frozenset[str] = frozenset()
         """URLs of the workers to which the gateway sends requests now."""
         self._key_search: asyncio.Task[None] | None = None
@@ -314,6 +318,7 @@ class ThroughGateway(HttpEngine):
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
+        """Whether the gateway did not answer when it was last asked."""
 
     async def open(self) -> EngineInfo:
         """Read the list of workers, and find out whether the gateway routes by keys.
@@ -517,6 +522,7 @@ class ThroughGateway(HttpEngine):
         """Return the load of each worker that gets rows."""
         in_use = urls_in_use(workers)
         used_workers = [worker for worker in workers if worker.url in in_use]
+        # Each row needs a prefill and a decode worker, so these have one load together.
         if any(worker.worker_type == "decode" for worker in used_workers):
             return [self._load_of_halves(used_workers, now)]
         # A worker gets rows only once a routing key leads to it.
@@ -556,6 +562,7 @@ class ThroughGateway(HttpEngine):
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
         # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
         counts = [worker.load for worker in decoding if worker.load is not None]
+        # If a count is missing, only the run's own rows are known.
         counted = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(counted, sum(map(_rows_of, self.serving)))
         report = sum_of([worker.report for worker in decoding])
@@ -606,6 +613,7 @@ class ThroughGateway(HttpEngine):
             for sender in endpoint.senders.values():
                 assert isinstance(sender, GatewaySender)
                 if sender.answered_by not in {None, endpoint.url}:
+                    # The warning is logged once. Later searches are routine.
                     if not self._next_search_at:
                         log.warning(ASTRAY, endpoint.url, sender.answered_by)
                     sender.answered_by = None

@@ -72,8 +72,11 @@ class LaunchedFleet(HttpEngine):
         self._spec = spec
         self._log_dir = log_dir
         self._replicas: dict[str, SGLangServer] = {}
+        """The servers by their URLs, which are also the names of the routes."""
         self._healer: Healer | None = None
+        """Chooses safer arguments after a death; None without recovery."""
         self._shape = shape
+        """Digest by which tuned flags are stored for similar jobs; None if flags are not tuned."""
         self.memory: FlagMemory | None = None
         """Learned flags for jobs of this shape; None if flags are not tuned during the run."""
         self._watching: list[asyncio.Task[None]] = []

@@ -111,8 +111,11 @@ class SGLangServer:
 
         # Flags come from three sources: the job, flag tuning, and recovery after a death.
         self._job_args = server_args(spec.args, cpu=cpu)
+        # Flags and variables of the job, which flag tuning may not change.
         self._set_by_job = {**spec.args, **spec.env}
+        # Chooses safer arguments after a death; None without recovery.
         self._healer = healer
+        # Flags that were learned for such jobs; None if flags are not tuned.
         self._memory = memory
         self.adapted = dict(memory.args) if memory else {}
         """Tuned flags and variables, which are added to the flags of the job."""
@@ -261,8 +264,8 @@ class SGLangServer:
             return True
         if self._healer is None or self._exit_code is None:
             return False
-        kills = (oom_kills() or 0) - (self._kills or 0)
-        ended_server = EndedServer(self._logged(), self._args, self._exit_code, kills)
+        kills_since_start = (oom_kills() or 0) - (self._kills or 0)
+        ended_server = EndedServer(self._logged(), self._args, self._exit_code, kills_since_start)
         return self._healer.heal(self.name, ended_server)
 
     async def close(self) -> None:
@@ -434,8 +437,10 @@ class SGLangServer:
             self.up = False
             self._settled.clear()
             silent_s = 0.0 if hang is None else hang.silent_s
+            # The silence before a hang was noticed does not count as life.
             lived_s = time.monotonic() - up_since - silent_s
             cause = await self._take_down(hang)
+            # A planned restart brings other flags too, and no row is to blame for it.
             self._judge(healed=hang is PLANNED or self._heal())
             # After a restart with other arguments, the count of quick deaths stays as it is.
             if not self._was_healed:
@@ -521,6 +526,7 @@ def _launch_prefix(nodes: int) -> tuple[str, ...]:
 
     Raises EngineStartError if Slurm allocated another number of machines than `nodes`.
     """
+    # This process is a Ray worker whose engine spans several machines.
     if group := os.environ.get(GROUP):
         return sys.executable, str(RAY_RANKS), group
     allocated = os.environ.get("SLURM_JOB_NUM_NODES", "none")

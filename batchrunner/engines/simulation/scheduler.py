@@ -298,6 +298,7 @@ class Scheduler:
         self._is_full = False
         """Whether admission is not tried until the running batch shrinks: SGLang's `batch_is_full`."""
         self._admission_passes = 0
+        """Number of admission passes, by which the refresh of prefixes is timed; see REFRESH_PASSES."""
         self._decodes_before_prefill = 0
         """Number of decode passes that must come before the next prefill pass; see `decode_interval`."""
 
@@ -633,7 +634,8 @@ class Scheduler:
             single_sample.aborted = True
             aborted.append(single_sample)
         # The outputs proved longer than expected. The new ratio is the fraction of their `max_new_tokens`
-        # that the remaining samples will have used after RETRACT_STEPS more passes.
+        # that the remaining samples will have used after RETRACT_STEPS more passes. As in SGLang, 1 is added
+        # to avoid a division by 0.
         outputs = sum(self.outputs_of(sample) + RETRACT_STEPS for sample in running)
         self.ratio = min(1.0, outputs / (sum(sample.asked_tokens for sample in running) + 1))
         return aborted
