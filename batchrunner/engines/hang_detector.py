@@ -105,6 +105,7 @@ class HangDetector:
         self._progress |= progress
         if not self._progress:
             return None
+        # The timer "" is that of the whole server, for which an answer is progress too.
         hang = self._timer("").poll(now, (answers, *self._progress.values()), busy=in_flight > 0)
         # One of several schedulers may hang while the others make progress.
         if len(loads) > 1:

@@ -148,7 +148,7 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         if argument is None:
             return None
         if flag in _TOTALS:
-            # For these flags, the argument already is the total of all ranks.
+            # The argument of such a flag already is the total of all ranks.
             return int(argument)
         rank_value = argument
     value = as_flag(facts, flag, rank_value)
@@ -330,7 +330,8 @@ def _good_fraction(server: Server) -> list[float]:
     # Free memory beyond the amount that SGLang's guides advise.
     surplus_gb = spare_gb - server.band.good
     is_raise = surplus_gb > 0
-    # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
+    # The steps are rounded down, so that at least the advised memory stays free. They are negative if too
+    # little memory is free.
     steps = math.floor(surplus_gb / card / FRACTION_STEP)
     if is_raise:
         # Callers ask for a larger fraction only if far more memory is free than advised, so one step is safe.
@@ -370,6 +371,7 @@ def _fraction_for_pool(server: Server) -> list[float]:
 
     It is higher than the present one, and than the minimum that SGLang's error message names.
     """
+    # The search begins at FRACTIONS[0] if the present fraction is unknown.
     minimum = re.search(r"above (0\.\d+)", server.why)
     base = max(server.now("mem-fraction-static") or FRACTIONS[0], float(minimum[1]) if minimum else 0.0)
     fraction = round(base + ROOM_STEP, 3)
@@ -463,6 +465,7 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     states = per_request * size * share / pool.slots
     tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
     most_in_both = 1 / (states + tokens)
+    # The state pool gets at most the fraction MOST_STATES of the memory.
     most_with_states = MOST_STATES / states
     return int(min(most_in_both, most_with_states, MOST_RUNNING)) * per_request
 
@@ -691,6 +694,7 @@ def _with_ngrams(server: Server) -> dict[str, Any]:
     """
     # The smallest power of two that is large enough for the running requests.
     room = 2 ** math.ceil(math.log2(max(server.running, 1)))
+    # A present limit is not raised.
     most = server.now("max-running-requests")
     budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(server.facts.arguments) else {}
     return {"max-running-requests": min(int(most), room) if most else room, **budget}

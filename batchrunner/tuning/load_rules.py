@@ -166,6 +166,7 @@ def _cause_of_reserve(
     cause = f"outputs are {output_share:.0%} of max_new_tokens on average"
     if not is_short:
         return f"max_new_tokens is not the cause, because {cause}", "", "low"
+    # `clip` has at most one entry.
     for name, longest in clip.items():
         job_change += (
             f" (99% of the outputs have at most {longest} tokens), or {name}={longest} in the server's "
@@ -209,7 +210,7 @@ def states_full(situation: Situation, flags: Flags) -> Finding | None:
     else:
         pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
         if args:
-            # Number of requests that would run after the change, from which flag tuning predicts its gain.
+            # Flag tuning predicts the gain of the change from the number of requests that would run after it.
             slots_per_request = slots_after(args, pool.per_request)
             would_run = state_slots(situation.server, slots_per_request) // slots_per_request
     if FLAGS["mamba-ssm-dtype"].values("states", situation.server):
@@ -238,7 +239,7 @@ def retractions(situation: Situation, flags: Flags) -> Finding | None:
     }
     if not retracts_often(rate):
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
-    # Too few load samples for advice: the report then shows only the number of retractions.
+    # There are too few load samples for advice. The report then shows only the number of retractions.
     if not has_enough(situation.load):
         return None
     sign = f"{reading}, with token usage at {situation.server.usage:.2f}: retracted requests lose their work"

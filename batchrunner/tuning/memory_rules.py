@@ -148,6 +148,7 @@ def killed(situation: Situation, flags: Flags) -> Finding | None:
 def crashed(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the server died of an error that no flag is known to cure."""
     died = situation.facts.died
+    # Other rules judge a killed process, and memory that ran out.
     if died is None or died.killed or situation.facts.last_trouble:
         return None
     return Finding(

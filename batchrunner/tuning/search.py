@@ -246,6 +246,7 @@ class Search:
         """Return the next untried change of one flag, or of all at once (TOGETHER); None if none is left."""
         if tuned_flag is not TOGETHER:
             return self._untried(tuned_flag)
+        # Flags that need a GPU are left out; see TOGETHER.
         all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
         all_changes = [change for flag in all_flags if (change := self._untried(flag))]
         combined = together(all_changes)

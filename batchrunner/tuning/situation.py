@@ -149,7 +149,7 @@ class Situation:
             running=self.load.median("running"),
             usage=self.load.median("usage"),
             decodes=self.decodes,
-            # Generated tokens per prompt, because the log has no lengths of outputs.
+            # The mean is generated tokens per prompt, because the log has no lengths of outputs.
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             shared=self._shared,

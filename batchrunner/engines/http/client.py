@@ -80,7 +80,7 @@ START = "start the server, or correct engine.urls"
 """Advice to a user whose server does not answer."""
 _END = b"[DONE]"
 """Data of the event with which SGLang ends every event stream."""
-# A constant, because the lookup in the enumeration is slow and every row needs it.
+# This is a constant, because a lookup in the enumeration is slow and every row needs the value.
 _OK = HTTPStatus.OK.value
 
 Answer = TypeVar("Answer")
@@ -811,7 +811,7 @@ class HttpEngine(Engine):
             case aiohttp.ClientError() | OSError():
                 message = f"connection lost: {in_words(failure)}"
                 error = await self._connection_lost_error(endpoint, request.sent_at, message)
-                # With this error the server is alive, and may still compute the answer.
+                # This error means that the server is alive, and may still compute the answer.
                 if isinstance(error, AttemptFailedError):
                     await self._abandon(endpoint, request, message)
                 return error

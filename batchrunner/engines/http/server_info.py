@@ -209,7 +209,7 @@ def counters_in(text: str) -> dict[str, float]:
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
-    # First collect the samples of all ranks, because the lowest rank is not known before.
+    # The samples of all ranks are collected first, because the lowest rank is known only at the end.
     samples = []
     for family in text_string_to_metric_families(text):
         if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX):

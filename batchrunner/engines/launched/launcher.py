@@ -253,7 +253,7 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     ensure_running()
     # Child processes inherit the signal mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    # For child processes, so that their log lines appear at once.
+    # Child processes inherit this variable, so that their log lines appear at once.
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if config.get("copy"):

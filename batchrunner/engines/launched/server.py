@@ -335,7 +335,7 @@ class SGLangServer:
                 cannot_listen = False
                 if waited_s > next_status_s:
                     next_status_s += TIMING.launch_word
-                    # The newest log line that names a step of the start.
+                    # Show the newest log line that names a step of the start.
                     step = next(filter(None, map(step_in, reversed(self._logged()))), "")
                     log.info(
                         "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""

@@ -167,6 +167,7 @@ class _RegexWriter:
                 # check.
                 self.is_certain = False
                 return ""
+        # `write` subtracts its own texts, so the cases that call it have returned already.
         self.room -= len(text)
         return text
 
@@ -200,7 +201,7 @@ def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
             case kinds.RANGE:
                 is_match = value[0] <= ord(character) <= value[1]
             case kinds.CATEGORY:
-                # The value is a constant such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT.
+                # `value` is a constant of Python's parser, such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT.
                 _, *negation, name = str(value).split("_")
                 is_match = _CATEGORIES[name](character) != bool(negation)
             case _:

@@ -463,7 +463,7 @@ class Scheduler:
         """
         uncomputed = sample.fill_tokens - sample.filled_tokens
         free_tokens = self.pool.available_tokens
-        # At least one token, because an empty chunk would never finish the prompt.
+        # The chunk gets at least one token, because empty chunks would never finish the prompt.
         chunk_limit = max(budget.chunk_tokens, 1)
         room_tokens = math.floor(free_tokens - budget.expected_tokens)
         if room_tokens > 0:
@@ -492,7 +492,7 @@ class Scheduler:
         if not self.pool.caching or not self.waiting:
             return
         if self._admission_passes % REFRESH_PASSES == 0:
-            # In reverse order, so that the prefix of the head of the queue is the last to be evicted.
+            # The order is reversed, so that the prefix of the head of the queue is the last to be evicted.
             for sample in reversed(list(islice(self.waiting, MATCHED_AT_MOST))):
                 self.pool.cache.match(sample.path, sample.fill_tokens)
         self._admission_passes += 1
