@@ -417,7 +417,7 @@ def _length(sampling: dict[str, Any], number: int, most_tokens: int) -> tuple[in
 
 
 def _text(number: int, tokens: int) -> str:
-    """Return a word for each of `tokens`, at most LONGEST_TEXT_WORDS, after the mark of made-up texts."""
+    """Return a text that begins with MARK and has one word per token, at most LONGEST_TEXT_WORDS."""
     # The length of the answer comes from the last 10 bits, so these are left out, and text and length are
     # independent.
     start = (number >> 10) % _TAPE_STARTS

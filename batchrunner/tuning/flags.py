@@ -485,6 +485,7 @@ def state_args(
     sets_running = without_cache and server.facts.number("max_running_requests")
     if server.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(server.facts, "max-mamba-cache-size", slots))}
+    # One slot more is counted, so that rounding leaves at least `slots`.
     new_share = (slots + 1) * size * (server.facts.state_share or 0.0) / pool.slots
     # The flag is the memory of the state pool, divided by that of the KV pool.
     ratio = new_share / (1 - new_share)
@@ -616,7 +617,7 @@ def _interval(server: Server) -> list[int]:
 
 
 def _set(flag: str, value: Any) -> NextValues:
-    """Return the only move for a flag: to `value`, unless the flag has this value already."""
+    """Return a function whose only next value is `value`; empty if the flag has this value already."""
     return lambda server: [] if server.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 

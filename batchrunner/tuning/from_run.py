@@ -121,7 +121,8 @@ class _WorkerReader:
         self._learned: dict[str, Any] = {}
         """Flags that the runner gave the servers in addition to the job's own."""
         self._tracks: dict[str, str] = {}
-        """Name of each scheduler in the series. Names are numbers, because ports change with each attempt."""
+        """Name of each scheduler in the series, by its own name. The names have numbers in place of ports,
+        because ports change with each attempt."""
         self._retractions = 0
         """Retractions of this attempt so far."""
         self._began: int | None = None
@@ -144,7 +145,8 @@ class _WorkerReader:
                     self._began = None
                 case "engine_adapts":
                     self._restart()
-                # Several servers report the same change of flags; only the first report restarts the load.
+                # Several servers report the same change of flags. Only the first report drops the load so
+                # far.
                 case "engine_recalled" | "engine_healed" if (
                     not _new_args(event).items() <= self._learned.items()
                 ):
@@ -310,7 +312,7 @@ def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
 
 
 def _replay(run_dir: RunDir, situation: Situation) -> None:
-    """Set the tokens per decode step that n-gram speculation would yield, if it may gain anything here."""
+    """Predict, if it could pay here, how many tokens a decode step would yield with n-gram speculation."""
     client, facts = situation.client, situation.facts
     if facts.architecture is None or facts.on_cpu:
         return

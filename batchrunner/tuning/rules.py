@@ -82,7 +82,7 @@ class Rule:
 
     @property
     def move(self) -> Move | None:
-        """The entry of `FLAGS` for `flag` and `on`; None without a flag."""
+        """The change that `FLAGS` lists for `flag` and the sign `on`; None without a flag."""
         return FLAGS[self.flag].moves[self.on] if self.flag else None
 
     @property

@@ -183,7 +183,7 @@ class Situation:
 
     @property
     def decoded(self) -> float:
-        """Tokens that `decode_steps` generated, estimated by the median batch."""
+        """Number of tokens that the decode steps generated, estimated from the median batch size."""
         return self.load.median("running") * self.decode_steps
 
     @property

@@ -208,8 +208,8 @@ class LoadEstimate:
     """How many requests each of the last reports has shown to be at work; reports without requests are left
     out."""
     _from_others: int = 0
-    """Requests that the last report shows but the gateway does not count, such as requests of another
-    gateway."""
+    """Number of requests that the last report shows but the gateway does not count, such as requests of
+    another gateway."""
 
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
         """Process the last report of a worker, which may be one that was processed before.

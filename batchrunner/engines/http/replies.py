@@ -481,7 +481,7 @@ def _completion(
     asks = request.asks
     if asks is None:
         return completion
-    # Most chats ask for the column `reasoning` only, and have none. This test spares them the steps below.
+    # Most chats ask for the column `reasoning` only, and have no reasoning. They skip the steps below.
     if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
         return completion._replace(columns=NO_REASONING)
     if "reasoning" in asks.names:

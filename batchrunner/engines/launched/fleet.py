@@ -144,7 +144,7 @@ class LaunchedFleet(HttpEngine):
         return self.memory is not None or super().may_speculate()
 
     def arguments_of(self, url: str) -> Mapping[str, Any]:
-        """Return a server's arguments, changed by flag tuning, with underscores in their names."""
+        """Return a server's present arguments, with its tuned flags, and with underscores in the names."""
         adapted = self._replicas[url].adapted
         return {**super().arguments_of(url), **{name.replace("-", "_"): adapted[name] for name in adapted}}
 

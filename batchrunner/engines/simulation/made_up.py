@@ -223,7 +223,8 @@ def tool_call(request: Request, number: int) -> dict[str, Any] | None:
     turns_with_calls = sum(1 for message in turns if message.get("tool_calls"))
     is_call_optional = tools.choice is None or tools.choice == "auto"
     if is_call_optional:
-        # The number of turns with calls comes from the messages up to the user's last, which all turns share.
+        # The number of turns with calls is derived from the messages up to the user's last one, because all
+        # turns have these messages in common.
         shared_messages = request.prompt[: len(request.prompt) - len(turns)]
         shared_hash = crc32(repr(shared_messages).encode("utf-8", "replace"))
         if turns_with_calls >= 1 + shared_hash % MOST_TURNS_WITH_CALLS:
