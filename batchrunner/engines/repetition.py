@@ -49,8 +49,8 @@ def find_repetition(text: str) -> Repetition | None:
     period = _distance_to_repeat(window, REPEATED_CHARACTERS)
     if period is None or period > LONGEST_PERIOD:
         return None
-    # The repetition must have LEAST_PERIODS periods and LEAST_CHARACTERS, of which only some are compared so
-    # far.
+    # The repetition must have at least LEAST_PERIODS periods and LEAST_CHARACTERS characters. Only its last
+    # REPEATED_CHARACTERS characters have been compared so far.
     length = max(LEAST_CHARACTERS, LEAST_PERIODS * period)
     if len(window) < length or window[-length + period :] != window[-length:-period]:
         return None

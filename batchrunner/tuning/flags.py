@@ -599,6 +599,7 @@ def best_backends(facts: Facts) -> Sequence[str]:
 
 
 def _other_backends(server: Server) -> list[str]:
+    """Return the attention backends of `best_backends` without the present one."""
     return [
         name
         for name in best_backends(server.facts)

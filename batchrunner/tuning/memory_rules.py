@@ -97,6 +97,7 @@ def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Findi
     """Return the rule on memory that ran out in a phase of the server; `where` names the phase in words."""
 
     def judge(situation: Situation, flags: Flags) -> Finding | None:
+        """Advise on the memory that ran out in `phase`; None if none ran out."""
         # The memory of CUDA graphs depends on the batch sizes that are captured, not on number types. Smaller
         # graphs are among the flags that `_ran_out` advises, so this phase needs no further remedy.
         remedy = "" if phase == "graph" else _narrower(situation, flags)

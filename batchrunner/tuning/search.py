@@ -128,7 +128,7 @@ not 0, because trials do not answer the same rows."""
 MOST_MISSES = 2
 """Maximum number of changes without a gain, one after the other, before the search leaves a flag."""
 TOGETHER = Flag("together", {})
-"""Placeholder for a joint change of all flags whose signs the best trial shows, except flags that need a
+"""Stands for all flags whose signs the best trial shows: they are changed together, except flags that need a
 GPU."""
 
 

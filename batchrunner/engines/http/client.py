@@ -440,6 +440,7 @@ class HttpEngine(Engine):
         """
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+            """Return a session with the API key and without cookies."""
             return aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),

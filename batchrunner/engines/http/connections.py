@@ -80,6 +80,7 @@ class HeldPort:
     """
 
     def __init__(self) -> None:
+        """Reserve a free port, which is `number` from then on."""
         self._reservation = socket.socket(socket.AF_UNIX)
         for _ in range(_PORT_TRIES):
             self.number = free_port()

@@ -72,7 +72,9 @@ class _Server:
     def __init__(self, status: ServerStatus) -> None:
         self._status = status
         self._series = Series()
+        """Load samples so far."""
         self._facts = Facts()
+        """What the polls have shown about the server."""
         self._report_times: dict[str, float | None] = {}
         """Time stamp of the last load report of each scheduler."""
         self._first_counters: dict[str, float] = {}

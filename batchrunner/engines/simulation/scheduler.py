@@ -360,8 +360,8 @@ class Scheduler:
     def expected_tokens(self) -> float:
         """Return the number of further tokens of the pool that running samples are expected to take.
 
-        A sample may still generate the rest of its `asked_tokens`, of which at most `clip_tokens` count. It
-        is expected to generate the fraction `ratio` of that, or all of it with `ignore_eos`.
+        A sample may still generate the rest of its `asked_tokens`; at most `clip_tokens` of them count. The
+        sample is expected to generate the fraction `ratio` of this number, or all of it with `ignore_eos`.
         """
         clip, passes = self.config.clip_tokens, self._passes
         estimated = fixed = 0
