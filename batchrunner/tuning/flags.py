@@ -306,6 +306,7 @@ def _larger_pool(server: Server) -> list[int]:
     if present <= 0:
         return []
     most_running = server.facts.max_running or 0
+    # The running requests need the present pool, so all allowed requests need proportionally more.
     size_for_all = present * min(MOST_POOL, most_running / max(server.running, 1))
     sizes = [min(size, server.most_pool_tokens) for size in (size_for_all, 2 * present)]
     return [int(size) for size in dict.fromkeys(sizes) if size >= LARGER_POOL * present]
@@ -411,7 +412,8 @@ def _more_running(server: Server) -> list[int]:
         return []
     name = "max-running-requests"
     present = int(server.now(name) or 0)
-    # Running requests fill the fraction `usage` of the pool, so running / usage requests fit.
+    # Running requests fill the fraction `usage` of the pool, so running / usage requests fit. The usage is
+    # taken as at least 1 / MOST_RAISE, because a nearly empty pool would promise any number.
     fitting = as_flag(server.facts, name, max(server.running, 1) / max(server.usage, 1 / MOST_RAISE))
     power_of_two = 2 ** math.ceil(math.log2(fitting))
     target = min(power_of_two, MOST_RAISE * present, max(MOST_RUNNING, present))

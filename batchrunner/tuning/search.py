@@ -287,12 +287,12 @@ class Search:
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best setting and this one in turn; return whether this one is faster."""
-        # The comparison begins with the best setting's last trial, so that it need not run again.
-        before = len(self.best.speeds) - 1
+        # All trials of the best setting but the last are skipped. The last one need not run again.
+        skipped = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))
-        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
+        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[skipped:])) is None:
             # The setting with fewer trials in this race runs next; on a tie, the best setting does.
-            if len(self.best.speeds) - before <= len(setting.speeds):
+            if len(self.best.speeds) - skipped <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
                 yield from self._try(setting, "again, in turn", self._incumbent(setting))

@@ -242,8 +242,8 @@ class LoadEstimate:
         """
         limit = self._report.max_running_requests
         requests = in_flight + self._from_others
-        # The largest number of recent reports counts, because a report from between two batches shows few
-        # requests at work.
+        # The largest number in recent reports counts, because a report from between two batches shows few
+        # requests at work. Before the first report, all allowed requests are assumed to be at work.
         most_at_work = max(self._at_work, default=requests if limit is None else limit)
         at_work = min(requests, most_at_work)
         return SchedulerLoad(

@@ -557,6 +557,7 @@ class Scheduler:
                 steps = min(steps, max(self._decodes_before_prefill, 1))
             self._lower_ratio(steps)
         else:
+            # A retraction shrinks the batch, so admission may be tried again.
             finished = self._retract()
             self._is_full = False
             steps = 1 if self.decoding else 0
