@@ -22,8 +22,8 @@ TIMES_LONGEST = 5.0
 """A silence counts as a hang only if it lasts this many times as long as the longest earlier silence that
 ended by itself."""
 WARM_UP = 5.0
-"""Multiple of `limits.hang` for which a server must have worked before `limits.hang` applies. Until then,
-only a silence longer than this multiple is a hang: 300 s by default, the same as SGLang's watchdog."""
+"""`limits.hang` applies only once a server has worked for this multiple of it. Until then, only a silence
+longer than the multiple is a hang: 300 s by default, the same as SGLang's watchdog."""
 LONGEST_GAP_S = 5.0
 """Maximum seconds between two polls that count as silence. If the polls were further apart, nobody knows what
 the server did in between."""
@@ -117,7 +117,7 @@ class HangDetector:
         return hang
 
     def restarted(self) -> None:
-        """Forget the server's history, because it was restarted or will be."""
+        """Forget the history of the server, because the server was restarted or will be."""
         self._timers.clear()
 
     def _timer(self, scheduler: str) -> SilenceTimer:

@@ -28,7 +28,7 @@ ADAPTING_RULES = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
     "long-prompts", "retractions", "pool-small", "states-full", "answers-repeat",
 })  # fmt: skip
-"""Rules of advice whose flags change during a run."""
+"""Rules of advice whose flags are changed by flag tuning during a run."""
 
 
 class Step(NamedTuple):

@@ -64,7 +64,8 @@ def read_run(run: Path | RunDir) -> Situation:
                 log.read(path)
     load.settle()
     _read_lengths(run_dir, client)
-    # The log cannot replace the load samples, because it includes the start and the tail of the run.
+    # With too few load samples, those of the log are dropped too: they cannot take their place, because they
+    # include the start and the tail of the run.
     if not has_enough(load):
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts

@@ -207,7 +207,7 @@ class Search:
         return self.best if self._beats_own() == "faster" else self.own
 
     def _beats_own(self) -> RaceVerdict:
-        """Compare all trials of the best with all trials of the job's own flags."""
+        """Tell whether the best is faster than the job's own flags, by all trials of both."""
         if self.best is self.own:
             return "no faster"
         # The job's own flags failed in their last trial, so the best flags win.
@@ -287,7 +287,7 @@ class Search:
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best setting and this one in turn; return whether this one is faster."""
-        # All trials of the best setting but the last are skipped. The last one need not run again.
+        # Of the best setting's earlier trials, only the last one is compared; the others are skipped.
         skipped = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))
         while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[skipped:])) is None:

@@ -69,9 +69,9 @@ class Thresholds:
     graph_batch: float = 512
     """A CUDA graph matters for batches of at most this many requests. SGLang's guides say 512 or 768."""
     graph_batch_small: float = 4096
-    """`graph_batch` for a small model, of at most `launched_gb`. On an H200, a decode pass of SmolLM2-135M
-    with about 2,000 rows takes 23 to 28 ms with a graph, and 53 to 96 ms without. SGLang's issue 33483
-    reports a factor of four on an L40."""
+    """A CUDA graph matters for batches of at most this many requests, if the model is small (`launched_gb`).
+    On an H200, a decode pass of SmolLM2-135M with about 2,000 rows takes 23 to 28 ms with a graph, and 53 to
+    96 ms without. SGLang's issue 33483 reports a factor of four on an L40."""
     launched_gb: float = 2.0
     """A model whose weights take at most this many GB has kernels that take less time than their launch."""
     graph_batch_tp: float = 768

@@ -261,8 +261,8 @@ class LoadEstimate:
 
 
 SAME_WEIGHTS = 0.05
-"""Relative difference up to which two measurements of the weights' memory count as the same model. SGLang
-measures the memory at each start, and other processes on the GPU change the result a little."""
+"""Two measurements of the weights' memory count as the same model if they differ by at most this fraction.
+SGLang measures the memory at each start, and other processes on the GPU change the result a little."""
 
 
 NO_REPORT = ""

@@ -175,7 +175,8 @@ class LaunchedFleet(HttpEngine):
         loads = await super().loads()
         for url, replica in self._replicas.items():
             endpoint = self.endpoints[url]
-            # A server that starts or drains is not judged for hangs.
+            # A server that starts or drains is not judged for hangs. While it drains, it waits until
+            # `has_work` is false.
             if not replica.up:
                 replica.has_work = endpoint.in_flight > 0
                 endpoint.hangs.restarted()

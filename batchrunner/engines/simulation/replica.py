@@ -208,6 +208,7 @@ class Replica:
         # At least one pass is run, even if it ends after `until_s`.
         step = scheduler.step(max(1, min(steps_in_time, steps_to_next_load)))
         if step is None:
+            # Without work, a load sample without requests is published at once.
             self.load = self._next_load = self._load_of(running=0, queue=0, used_tokens=0)
             self._free_at_s = until_s
             return False
@@ -216,6 +217,7 @@ class Replica:
         # A prefill pass publishes a load sample, and so do INTERVAL_STEPS decode passes.
         passes = 0 if step.kind == "prefill" else self._unpublished_steps + step.steps
         self._unpublished_steps = passes % INTERVAL_STEPS
+        # A step that only aborts samples has no passes.
         if step.steps and not self._unpublished_steps:
             self._next_load = self._load_of(
                 running=step.running, queue=step.queue, used_tokens=step.used_tokens
