@@ -17,8 +17,8 @@ LEAST_PERIODS = 6
 LONGEST_PERIOD = 2048
 """Maximum number of characters in a period that is searched for."""
 REPEATED_CHARACTERS = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
-"""Number of characters at the end of a text that must also occur one period earlier. The shortest repetition
-has LEAST_CHARACTERS; its first period has no copy before it."""
+"""Number of characters at the end of a text that must also occur one period earlier: all of the shortest
+repetition except its first period, which has no copy before it."""
 WINDOW = LONGEST_PERIOD * LEAST_PERIODS
 """Number of characters at the end of a text that are examined."""
 LEAST_IN_PROMPT = 64

@@ -541,8 +541,8 @@ def _lazy_states(server: Server) -> list[str]:
 def _cache_off(server: Server) -> list[bool]:
     """Return `--disable-radix-cache` true if prompts are known to share no prefixes.
 
-    Without the cache, running requests get the state slots that cached prefixes occupied. If each request
-    takes only one slot, the cache is already off.
+    Without the cache, running requests of a hybrid model get the state slots that cached prefixes occupied.
+    If each request takes only one slot, the cache is already off.
     """
     if server.shared is None or server.shared >= GUIDES.shared:
         return []

@@ -43,12 +43,14 @@ class ClientActivity:
     empty: int = 0
     """Number of load samples with an empty queue while rows were still unsent."""
     at_window: int = 0
-    """Number of the `empty` samples in which at least 90 % of the window was in flight."""
+    """Number of the samples with an empty queue (`empty`) in which at least 90 % of the window was in
+    flight."""
     on_way: int = 0
     """Number of the samples with a full window (`at_window`) in which most requests in flight had not reached
     the scheduler yet."""
     resting: int = 0
-    """Number of the `empty` samples in which the window had room and rows waited for a retry."""
+    """Number of the samples with an empty queue (`empty`) in which the window had room and rows waited for a
+    retry."""
     window: str | int = "auto"
     """The job's field `window`: the concurrency limit in requests, or "auto"."""
     connections: int | None = None

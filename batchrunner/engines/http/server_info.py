@@ -127,7 +127,7 @@ Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 """Number of requests at one scheduler. The upper limit is about sixteen times the number of TCP ports of one
 IP address."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
-"""Number of tokens in a reply of a server."""
+"""A number of tokens in the reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 """Any other number in a reply of a server."""
 

@@ -294,7 +294,8 @@ class Scheduler:
         """The sample whose prompt is prefilled in chunks over several passes; None if there is none."""
         self._most_running = config.most_running
         self._passes = 0
-        """Number of decode passes, by which the number of a sample's outputs is counted."""
+        """Number of decode passes so far, from which the number of a sample's outputs is computed; see
+        `output_offset`."""
         self._is_full = False
         """Whether admission is not tried until the running batch shrinks: SGLang's `batch_is_full`."""
         self._admission_passes = 0
@@ -553,7 +554,7 @@ class Scheduler:
             steps = min(limit, steps_to_first_end, steps_to_full_pool)
             may_admit = self.chunked is not None or (self.waiting and not self._is_full)
             if may_admit:
-                # Stop before the next pass at which a prefill is tried.
+                # The passes stop before the next one at which a prefill is tried.
                 steps = min(steps, max(self._decodes_before_prefill, 1))
             self._lower_ratio(steps)
         else:
