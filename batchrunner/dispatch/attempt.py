@@ -223,12 +223,13 @@ class Refusals(msgspec.Struct):
         self.answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)
-        # First refusal by this route. It is no evidence against the row yet, because the route may just have
-        # gone down.
         if tally is None:
+            # A first refusal by a route is no evidence against the row, because the route may just have gone
+            # down.
             self.by_route[record] = RouteTally(answered=record.answered, refused=record.refused)
             record.record_refusal()
         elif self.answers_others:
+            # The route refuses this row again although it answers others: this is evidence against the row.
             tally.refusals += 1
             self.count += 1
 
@@ -251,7 +252,11 @@ class RefusalCause(Enum):
 def cause_of(
     refusals: Refusals, record: RouteRecord, *, others_in_flight: bool, max_attempts: int
 ) -> RefusalCause:
-    """Return the cause of a row's temporary refusals; `record` is that of the route that refused it last."""
+    """Return the cause of a row's temporary refusals, as far as it is known.
+
+    `record` is the record of the route that refused the row last. If the cause is not known otherwise, a
+    control shows it: a request that this route should answer.
+    """
     if is_culprit(refusals, max_attempts):
         return RefusalCause.ROW
     if refusals.total == 1:  # One refusal is no evidence, because the engine may just have had no room.
@@ -359,7 +364,10 @@ _PROMPTS: dict[str, tuple[str, Any]] = {
 
 
 def control_for(record: RouteRecord, refused: Request) -> Request:
-    """Return a cheap form of the route's last answered request, or of the refused one if there is none."""
+    """Return a control: a cheap request that the route should answer, although it refused `refused`.
+
+    It is made from the request that the route answered last, or from the refused one if there is none.
+    """
     request = record.last or refused
     prompt: Any = request.prompt
     if request.kind == "body":

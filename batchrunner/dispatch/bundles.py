@@ -194,7 +194,7 @@ class BundleSize:
             return
         if self._since is None:
             self._since = self._burst_began = now
-        if now - self._burst_began > self._fill_s:
+        if now - self._burst_began > self._fill_s:  # This row begins a new burst.
             self._ended += self._burst
             self._squares += self._burst * self._burst
             self._burst_began, self._burst = now, 0
@@ -211,7 +211,10 @@ class BundleSize:
         return min(self._rows, outstanding // SHARE)
 
     def _end_period(self, now: float, span_s: float) -> None:
-        """Compute the bundle size from the bursts of a period of `span_s` seconds, if that is long enough."""
+        """Compute the bundle size from the bursts of a period of `span_s` seconds, if that is long enough.
+
+        A burst is the rows that ended within the time for which a bundle may fill.
+        """
         if span_s >= PERIOD_S:
             is_fast = self._ended >= LEAST_ROWS_S * span_s
             # The sum of squares divided by the number of rows is the mean burst size, weighted by rows: the
@@ -315,6 +318,7 @@ class BundleSender:
 
     def _may_share(self, request: Request) -> bool:
         """Tell whether a request may be sent in a bundle; log each reason against it once."""
+        # A reason against all bundles on this route comes before one that concerns only this request.
         why = self.one_by_one or why_alone(request)
         if why is not None and why not in self._logged:
             self._logged.add(why)
@@ -402,7 +406,7 @@ class BundleSender:
         if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
             self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self.totals.rows_resent += len(unanswered)
-        if bundle.answers:
+        if bundle.answers:  # The engine takes bundles, so these few rows are sent alone.
             for row in unanswered:
                 row.answer.set_result(None)  # A result of None tells `send` to send the row alone.
             return
@@ -439,6 +443,7 @@ class BundleSenders:
         self._one_by_one: str | None = None
         # A bundle without decoding has a single reply, so the engine's reasons against bundles do not apply.
         if passes is None:
+            # `only_short_share` is a reason only against bundles of rows with long outputs.
             self._one_by_one = info.one_by_one or (None if self._short else info.only_short_share)
 
     def sender_to(self, url: str) -> BundleSender:

@@ -390,7 +390,9 @@ class Backlog:
         self.is_stopping = False
         """Whether no row is sent any more."""
         self._sendable = asyncio.Event()
+        """Set when rows may have become sendable; the dispatcher waits for it."""
         self._room = asyncio.Event()
+        """Set when rows have left the dispatch queue; the feeder waits for it if the queue is full."""
 
     @property
     def unsent(self) -> int:

@@ -120,7 +120,8 @@ class _Tree:
         A row that was sent already comes first, then the leader with the most rows, then the one with the
         longest prompt.
         """
-        return branch.leader < self._sent, branch.rows, len(self._prefixes[branch.leader])
+        is_sent = branch.leader < self._sent  # The rows that were sent already have the first indexes.
+        return is_sent, branch.rows, len(self._prefixes[branch.leader])
 
 
 class OrderedRow(PendingRow, eq=False):
@@ -253,8 +254,8 @@ class ReuseDistance:
     def keeps(self, clock: float, more_bytes: int = 0) -> bool:
         """Tell whether a prefix is still in the prefix cache.
 
-        `clock` is the value of the clock at the prefix's last use. `more_bytes` of prompts will be sent
-        before the prefix is used again.
+        The clock counts the prefill tokens that were sent so far. `clock` is its value at the prefix's last
+        use. `more_bytes` of prompts will be sent before the prefix is used again.
         """
         ahead = self._clock - clock + more_bytes / self.bytes_a_token
         return ahead <= self._most * self._schedulers
@@ -378,16 +379,17 @@ class FollowerRelease:
     def hold_followers(self, leader: OrderedRow) -> None:
         """Hold back the followers of a sent row.
 
-        If followers must go before they are due, those that lead other rows go first, then those with a long
-        prefix.
+        If followers must be sent early, for example because too many rows are held back, those that lead
+        other rows go first, then those with a long prefix.
         """
         if not leader.followers:
             return
-        # This order counts only if followers must go before they are due.
+        # The serial number keeps this order among the held followers of the leader. It counts only for
+        # followers that are sent early: `rank` is the order of those that wait until they are due.
         leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
         for turn, row in enumerate(leader.followers):
-            # The rank among due followers. With the turn as the rank, followers of different leaders
-            # alternate. A follower that leads other rows goes behind all of these.
+            # With the turn as the rank, due followers of different leaders alternate. A follower that leads
+            # other rows goes behind all of these.
             rank = BEHIND - row.shared_bytes if row.followers else turn
             heapq.heappush(self._held, (leader.sent_clock, next(self._serial), rank, row))
             self._held_bytes += row.memory_bytes
@@ -731,7 +733,11 @@ class Reorderer:
         return originals
 
     def _prime_leader_of(self, row: OrderedRow, primes: dict[OrderedRow, PrimeTask]) -> None:
-        """Add a prime task for the leader of a row, if both may be in the engine's first prefill pass."""
+        """Add a task to `primes` that computes the prompt of a row's leader before any row is sent.
+
+        This is done only if row and leader may be in the engine's first prefill pass. There they would both
+        compute the prefix that they share.
+        """
         leader, distance = row.leader, self._distance
         if not leader or not distance or not distance.is_first_pass(row):
             return

@@ -143,7 +143,8 @@ class RolloutProcess(HookProcess):
 
     async def connect(self) -> asyncio.StreamReader:
         """Open the connection to the process once its function is loaded. Raises HookLostError."""
-        await asyncio.to_thread(self.facts)
+        await asyncio.to_thread(self.facts)  # This blocks until the process has loaded the function.
+        # The connection closes its socket, so it gets a duplicate.
         connection = socket.socket(fileno=os.dup(self.channel.socket.fileno()))
         reader, self._writer = await asyncio.open_connection(sock=connection)
         self.is_loaded.set()
@@ -190,6 +191,7 @@ class RolloutProcess(HookProcess):
         self.rollouts[number] = rollout
         try:
             await self.is_loaded.wait()
+            # For a rollout, the prompt has one item: the arguments with which the function starts.
             self.send(number, None, rollout.request.prompt[0])
             async with asyncio.timeout(limit_s):
                 return await rollout.result
@@ -548,6 +550,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
         columns={
             TURNS: [len(outcomes)],
             MADE_ROWS: rows,
+            # The last request is kept for a failed row only, where it helps to find the cause.
             CONVERSATION: [rollout.last_request if error is not None and rollout.last_request else None],
             ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },

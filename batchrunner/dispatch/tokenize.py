@@ -274,6 +274,7 @@ class RowTokenizer:
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
+        # The token ids of the labels are computed once, after the prompt of the first request.
         has_vocabulary = not self._info.simulated
         if isinstance(self._task, ScoreTask) and requests and has_vocabulary and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])

@@ -607,12 +607,14 @@ def _forecast(
     # The job's window is that of one worker, over all schedulers.
     window = None if job.window == "auto" else max(1, job.window * workers // schedulers)
     rows_of_sample = len(reported_prompts) + sample.refused
+    # The engine is assumed to refuse the same share of the pending rows as of the sample.
+    answered_share = len(reported_prompts) / rows_of_sample
     result = forecast(
         sample.attempts,
         sampled,
         Setting(_config(job, info, sampled.schedulers), schedulers=schedulers, window=window),
         rows,
-        total=surveyed.answered_of(pending, answered=len(reported_prompts) / rows_of_sample),
+        total=surveyed.answered_of(pending, answered=answered_share),
         start_s=sample.start_s,
         client_s=(surveyed.row_s + CLIENT_S) / workers,
     )

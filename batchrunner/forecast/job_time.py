@@ -246,9 +246,9 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
 
 
 def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> list[tuple[PassWork, float]]:
-    """Return the spans of one scheduler, from a simulation of the sampled rows that ran on it.
+    """Return the spans of one scheduler: the work between two ends of rows, and its measured seconds.
 
-    The simulation sends a row once as many rows have ended as when the row was really sent.
+    The work comes from a simulation of the sampled rows that ran on the scheduler. The simulation sends a row once as many rows have ended as when the row was really sent.
     """
     ends = sorted(attempt.ended for attempt in attempts)
     ended_before = [bisect_right(ends, attempt.began) for attempt in attempts]

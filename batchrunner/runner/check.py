@@ -195,7 +195,8 @@ def _refusal(request: Request, model: PromptCheck) -> str | None:
             body = orjson.loads(request.prompt.content)
         else:
             body = wire.body_of(request)
-            # Raises RowRefusedError if the body cannot be written as JSON.
+            # Raises RowRefusedError if the body cannot be written as JSON. A simulated engine gets no JSON,
+            # so there every value passes.
             wire.bytes_of(body, default=str if model.engine == "simulated" else None)
         if wire.path_of(request) == CHAT_PATH:
             model.refuse_failing_chat(body)

@@ -217,7 +217,7 @@ class RunSignals:
     def _end_process(self) -> None:
         """Print the error and end the process even if threads still run. Journals need not be closed."""
         # A new Control is needed, because the event loop may be blocked and not have passed the signal on to
-        # `_control`.
+        # `_control`. `_first` has the reason and exit code of that signal.
         stopped = Control()
         stopped.drain(*self._first or (self._control.reason or "", self._control.exit_code))
         if self._control.stage == "starting":

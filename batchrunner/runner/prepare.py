@@ -236,6 +236,7 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
         if run_dir.run_json.exists() and not is_done:
             return
         if run_dir.copies.exists():
+            # After its run this worker still holds its own lock, which must not keep the copies.
             possible_users = run_dir.other_tasks() if is_done else run_dir.all_tasks()
             if _is_held(possible_users):
                 return

@@ -75,12 +75,16 @@ class RowBuffer:
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
+        """Rows, or batches of a table, that the program has passed and `take` has not returned."""
         self._rows = 0
         self._bytes = 0
+        """Number and size of the rows in `_pieces`."""
         self._ended = False
+        """Whether the program has no more rows."""
         self.stopped = False
         """Whether the stream needs no more rows."""
         self._changed = threading.Condition()
+        """Guards all attributes, and is notified when one of them changes."""
         self.failure: BaseException | None = None
         """Exception that the program's iterator raised; None if it raised none."""
 

@@ -80,7 +80,7 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
     decodes = [batch for _, batch in passes if batch.decode]
     prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
-    steps = LOG_INTERVAL * len(decodes)
+    steps = LOG_INTERVAL * len(decodes)  # The server logs one of LOG_INTERVAL decode passes.
     figures: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
         ranks = len({rank for rank, _ in passes})
@@ -282,6 +282,7 @@ class MeasuringEngine(ObservedEngine):
         """
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self.first_sent_at or self._last)
+        # The cost is 0 here. `TrialRunner.run` adds it once the server has shut down.
         result = self.watch.result(ended, why, at_s, 0.0)
         log = self.log_path.read_bytes() if self.log_path else b""
         # Only the steady part of the trial counts: the log lines between these two moments.

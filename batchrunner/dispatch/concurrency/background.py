@@ -216,8 +216,11 @@ class BackgroundController(Controller):
         return max(1, slots - self._spare)
 
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:
-        """Return the number of requests, of the users and ours, that the KV pool allows."""
-        fits = float(self._fits)
+        """Return the number of requests, of the users and ours, that the KV pool allows.
+
+        Token usage is to stay below `_full`.
+        """
+        fits = float(self._fits)  # number of requests that fill the pool, as estimated at the start
         # Use the means only once they cover the whole running time of a row.
         if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage

@@ -220,8 +220,8 @@ class Controller:
         if self.state == "blind" or silence_s < patience_s:
             return []
         self.state = "blind"
-        # The window stays as it is. Only in a background run (`least` is 0) does it become 0, because users
-        # may have arrived unnoticed.
+        # Usually `least` is 1, and the window stays as it is. In a background run `least` is 0, so that the
+        # window becomes 0, because users may have arrived unnoticed.
         window = min(self.window, self.least * self._most)
         return self._move(window, f"no fresh load for {silence_s:.0f} s", always=True)
 
@@ -389,7 +389,11 @@ class Controller:
         ]
 
     def _find_corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
-        """Return the load state of this sample; None if no state fits, or while the input is too slow."""
+        """Return the load state of this sample, None if no state fits.
+
+        `in_use` is whether the run fills its window. If the input is too slow for that, the load says nothing
+        about the engine, so the result is None.
+        """
         # Token usage 0 marks a task without decoding. The KV pool cannot hold back such a task.
         is_held = in_use and reading.usage > 0 and holds_back(reading) and not self.is_overfull
         self._held_share += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held - self._held_share)
