@@ -329,7 +329,7 @@ class FailureHistory(msgspec.Struct):
         return self.refusals
 
     def add(self, kind: FailureKind, fate: Fate, route: Route, error: RequestError) -> None:
-        """Record a failed attempt and the fate that the table gave the row."""
+        """Record a failed attempt and the fate that the table RULES gave the row."""
         if kind is FailureKind.DIED:
             self.deaths += 1
         elif kind in FAILED:

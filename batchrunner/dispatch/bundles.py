@@ -208,6 +208,7 @@ class BundleSize:
         """
         if self._fixed is not None:
             return self._fixed
+        # A bundle holds at most 1/SHARE of the outstanding rows, so that the server keeps enough of them.
         return min(self._rows, outstanding // SHARE)
 
     def _end_period(self, now: float, span_s: float) -> None:

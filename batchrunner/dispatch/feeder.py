@@ -85,7 +85,8 @@ class Feeder:
         """Compute shared prefixes on an empty engine, by a request for one output token after each prefix.
 
         A prefix that begins with another prefix is requested in a later round than that prefix, so that it
-        uses the cached one. Errors are ignored, because the rows of these tasks are sent again later and will show them.
+        uses the cached one. Errors are ignored, because the rows of these tasks are sent again later and will
+        show them.
         """
         by_round = attrgetter("round")
         for _, round_tasks in groupby(sorted(tasks, key=by_round), key=by_round):

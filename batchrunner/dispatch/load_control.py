@@ -106,6 +106,7 @@ class LoadControl:
             limit.in_flight = sum(run.routes.open(limit.url, limit.ended).in_flight for run in self._runs)
         unsent = sum(run.backlog.unsent for run in self._runs)
         self._apply(self.concurrency.observe(loads, now, unsent=unsent))
+        # In a background run, users may need the slots of rows in flight.
         for limit, allowed in self.concurrency.routes_to_relieve():
             self._engine.preempt(limit.url, allowed)
         return loads, now
@@ -121,6 +122,7 @@ class LoadControl:
         """
         changes = [*changes]
         unsent = [run.backlog.unsent for run in self._runs]
+        # A run gets slots for the rows that it can send now, and SPARE slots for those that come soon.
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for limit in self.concurrency.routes:
             window = self.concurrency.window_of(limit)

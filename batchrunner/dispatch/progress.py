@@ -185,7 +185,8 @@ class LoadSummary:
     def _add_background(self, load: SchedulerLoad, controller: BackgroundController, span_s: float) -> None:
         """Split a span of a live server's time between its users and this run.
 
-        Each gets a part in proportion to its number of requests.
+        Each gets a part in proportion to its number of requests. The time in which there are no requests
+        belongs to neither.
         """
         requests = load.running + load.queue
         users_share = min(1.0, controller.users / max(1, requests))

@@ -205,6 +205,7 @@ class DispatchQueue:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._for_any_route: deque[PendingRow] = deque()
+        """Rows that failed on no route, in the order of sending."""
         self._turns: deque[PendingRow] = deque()
         """Later requests of rollouts; they are sent before all other rows."""
         self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)
@@ -266,7 +267,7 @@ class DispatchQueue:
         Rows whose prefix group belongs to another route are kept for that route.
         """
         if route.kept:
-            route.promised -= 1
+            route.promised -= 1  # A kept row is promised to its route until the route takes it.
             row: PendingRow = route.kept.popleft()
             return row
         if self._avoiding and (avoiding := self._avoiding_others(route)):

@@ -243,7 +243,7 @@ class ReuseDistance:
         row.new_tokens = (row.prompt_bytes - row.shared_bytes) / self.bytes_a_token
         self._clock += row.new_tokens
         row.sent_clock = row.used_clock = self._clock
-        if row.leader is not None:
+        if row.leader is not None:  # The row uses the leader's prefix, so the cache keeps that prefix longer.
             row.leader.used_clock = self._clock
 
     def is_reached(self, leader: OrderedRow) -> bool:
@@ -562,11 +562,14 @@ class Reorderer:
         self._by_length = by_length
         self.caches = caches
         self._window: list[OrderedRow] = []
+        """Rows that were read and are ordered together next."""
         self._window_bytes = 0
         self._sent: deque[OrderedRow] = deque(maxlen=SENT_ROWS)
+        """The newest leaders of earlier windows, which rows of later windows may follow."""
         self._release = FollowerRelease(distance)
         self._digests = RequestDigests()
         self._began = False
+        """Whether a row was sent."""
 
     @property
     def held(self) -> int:

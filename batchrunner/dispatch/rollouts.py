@@ -226,9 +226,12 @@ class Rollouts:
         # `turns` is not reserved here, so a function may return its own value of it.
         self._reserved_columns = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
+        """Rollouts that have no outcome yet."""
         self._starting: set[Rollout] = set()
+        """Open rollouts that are about to send their first request."""
         self._processes: list[RolloutProcess] = []
         self._own_processes = asyncio.Semaphore(self.functions.most_processes)
+        """Limits the processes that each run a single rollout."""
         self._numbers = count(1)
         self._warned_of_block = False
 
@@ -297,7 +300,7 @@ class Rollouts:
         outcome = _outcome_of(rollout, rows, error and hidden(error), time.monotonic() - began)
         await self._drop_answers(rollout, is_done=error is None)
         self._open.discard(rollout)
-        self._starting.discard(rollout)
+        self._starting.discard(rollout)  # It is still among the starting ones if it sent no request.
         await self.backlog.end(PendingRow(rollout.request), outcome)
         self.backlog.wake()
 

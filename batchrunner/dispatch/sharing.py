@@ -185,7 +185,9 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
 def _slots_of_accounts(slots: int, wanted: dict[Account, int], routes: int) -> dict[Account, int]:
     """Divide the slots of a route among the accounts by their virtual times; return the number of each.
 
-    If there are enough slots, each account gets all that it wants.
+    If there are enough slots, each account gets all that it wants. Otherwise each gets slots up to a common
+    virtual time. An account has slots on `routes` routes, so this route has only a part of those that bring
+    it to that time.
     """
     if sum(wanted.values()) <= slots:
         return {**wanted}

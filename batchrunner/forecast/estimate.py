@@ -141,8 +141,10 @@ class Survey(NamedTuple):
 
         `answered` is the fraction of the sent rows that get an answer.
         """
+        # The share of sendable rows comes from the pending rows that were read.
         sendable_share = sum(row.row in pending for row in self.rows) / len(self.read & pending)
-        return max(1, round(len(pending) * sendable_share * answered * (1 - self.equal)))
+        different_share = 1 - self.equal  # Of equal rows, only one is sent.
+        return max(1, round(len(pending) * sendable_share * answered * different_share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +283,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
                 not_sendable += 1
             else:
                 sendable.append(_row_of(request, encoded_request, cached_share))
-    row_s = (time.monotonic() - began) / len(rows)
+    row_s = (time.monotonic() - began) / len(rows)  # time for which a row keeps the client's CPU busy
     if not sendable:
         raise JobError(
             "no row can be sent, so there is nothing to estimate",

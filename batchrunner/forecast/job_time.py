@@ -200,7 +200,8 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
     The rows in `drawn` come from all over the job. The second value is the fraction of the decode passes in
     which rows waited for the KV pool.
     """
-    # A task without decoding may run as many rows in one prefill pass, so as many must wait in the queue.
+    # Without a window, the queue is kept so long that a prefill pass never lacks rows: a pass of a task
+    # without decoding may run `most_running` rows.
     most_waiting = setting.config.most_running
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
@@ -248,7 +249,8 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
 def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> list[tuple[PassWork, float]]:
     """Return the spans of one scheduler: the work between two ends of rows, and its measured seconds.
 
-    The work comes from a simulation of the sampled rows that ran on the scheduler. The simulation sends a row once as many rows have ended as when the row was really sent.
+    The work comes from a simulation of the sampled rows that ran on the scheduler. The simulation sends a row
+    once as many rows have ended as when the row was really sent.
     """
     ends = sorted(attempt.ended for attempt in attempts)
     ended_before = [bisect_right(ends, attempt.began) for attempt in attempts]
@@ -364,6 +366,7 @@ def forecast(
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
+    # The prefill passes alone take the time of the work without the costs of decoding.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
     limited_by = _bottleneck(

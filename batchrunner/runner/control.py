@@ -44,6 +44,7 @@ class Control:
         flight, so a stop need not wait for rows."""
         self._listeners: list[Callable[[], object]] = []
         self._stopped = threading.Event()
+        """Set at a request to stop. It ends `sleep`, which threads call."""
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED, *, next_step: str = GO_ON) -> None:
         """Ask the run to send no more rows and to let requests in flight end.

@@ -229,7 +229,10 @@ class LeasedRows(TaskRows):
         return lease, is_over
 
     def _take_free(self) -> Lease | None:
-        """Take a lease that was free at the last look; return None if no lease was free."""
+        """Take a lease that was free at the last look; return None if no lease was free.
+
+        While this worker holds leases, its beacon shows that to other workers.
+        """
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
             # Without the lock, the end of another lease could delete the beacon before the new lease is
             # noted.

@@ -132,6 +132,7 @@ class LocalWorkers:
             raise control.interrupted("before the first row was sent") from None
         if not report.rows_left:
             return report
+        # If a signal stopped the run, its exit code matters more than the error of a process.
         if self._worst is not None and control.exit_code in {EXIT_STOPPED, EXIT_WRONG}:
             self._worst.report = report
             raise self._worst
@@ -147,6 +148,7 @@ class LocalWorkers:
         )
         for _ in range(self._signals_sent, signals):
             for process in self._processes:
+                # Without a number, no signal stopped this process. SIGTERM then ends the others gently too.
                 process.send_signal(number) if number else process.terminate()
         self._signals_sent = signals
 

@@ -308,6 +308,7 @@ class Reuse:
                 # An item that cannot be sent has no request, and gets no stored answer.
                 if isinstance(item, Request) and digests_of_batch:
                     digests.write(item, prompt_bytes(item))
+                    # Equal requests may share one answer only if both conditions hold.
                     shares = is_repeatable(item) and self._prepared.dedupes
                     yield digests_of_batch[position], row, shares, row in missing
 

@@ -336,7 +336,9 @@ class ProgramRows:
         self.kind = self._renderer.kind
         """Kind of the prompts; None if a Python function makes them."""
         self._read = 0
+        """Number of rows that were rendered."""
         self._ended = False
+        """Whether all rows of the program were rendered."""
 
     @property
     def unread(self) -> int:
@@ -355,6 +357,7 @@ class ProgramRows:
         An empty list means that no row came for a while, so the rows so far should be sent. If the program's
         iterator raises an exception, the rows end, and `RowBuffer.failure` is the exception.
         """
+        # `_first` has the batches that were taken from the buffer to find the columns.
         pieces, self._first = self._first or take_batches(self._buffer, 0), []
         while pieces:
             for piece in pieces:

@@ -175,9 +175,13 @@ class Controller:
         self._most = most
         self._began = self._doubled_at = now
         self._fresh_at: float | None = None
+        """Time of the last fresh load sample; None before the first."""
         self._period_s = 0.0
+        """Mean time between two load samples."""
         self._refused_at = -CALM_S
+        """Time of the last refusal or timeout that narrowed the window."""
         self._nearly_full_at = float("-inf")
+        """Time of the last load sample with a nearly full KV pool."""
         self._ended = self._retractions = 0.0
         """Totals at the last load sample."""
         self._recent_retractions = 0.0
@@ -250,7 +254,7 @@ class Controller:
 
     def _learn(self, now: float, reading: Reading) -> float:
         """Update the averages with a load sample; return the seconds since the last sample."""
-        at_work = reading.in_flight - reading.queue
+        at_work = reading.in_flight - reading.queue  # including requests that are under way to the scheduler
         # The totals start at the first sample, so that the first differences are 0.
         if self._fresh_at is None:
             self._fresh_at = now
@@ -262,6 +266,7 @@ class Controller:
         self._ended = reading.ended
         self._period_s = (self._period_s + gap_s) / 2 if self._period_s else gap_s
         self._at_work += _weight(gap_s, HALF_LIFE_S) * (at_work - self._at_work)
+        # This number follows a fall of the requests in flight at once, but a rise only slowly.
         rise = _weight(gap_s, HALF_LIFE_S) * (reading.in_flight - self._least_in_flight)
         self._least_in_flight = min(reading.in_flight, self._least_in_flight + rise)
         self._learn_means(now, gap_s, reading)
@@ -441,6 +446,8 @@ def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None)
     """
     output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     prompt = TYPICAL_PROMPT_TOKENS
+    # The result sets the first window. Only with short outputs may a short prompt make it larger, because
+    # rows with long outputs grow together, and then many are retracted.
     if prompt_tokens is not None and output <= SHORT_OUTPUT_TOKENS:
         prompt = min(prompt, max(1, round(prompt_tokens)))
     return prompt + output // 2
