@@ -121,10 +121,10 @@ class FailedAttempt(NamedTuple):
     has_other_route: bool = False
     """Whether there is a route, not suspended, on which the row has not yet had a failure of this kind."""
     is_confirmed: bool = False
-    """Whether the row had a failure of this kind before, and at least one of the routes on which it failed is
-    in order, so that the row itself is at fault."""
+    """Whether the row itself is at fault: it had a failure of this kind before, and at least one of the
+    routes on which it failed works."""
     was_refused: bool = False
-    """Whether a route that is in order refused the row in an earlier attempt."""
+    """Whether a route that works refused the row in an earlier attempt."""
     failures: int = 1
     """Number of failed attempts that may be the row's fault, including this one."""
     max_attempts: int = 5
@@ -197,7 +197,8 @@ class RouteTally(msgspec.Struct):
     refused: int
     """Refusals by the route before it first refused the row."""
     refusals: int = 0
-    """Number of later refusals that came while the route answered other requests."""
+    """Number of refusals of this row, after the first one, that came while the route answered other requests.
+    """
 
 
 class Refusals(msgspec.Struct):
@@ -217,7 +218,10 @@ class Refusals(msgspec.Struct):
     """Counts of each route that refused the row."""
 
     def record(self, record: RouteRecord, now: float) -> None:
-        """Record a refusal by a route. A route's first refusal of this row also counts in its record."""
+        """Record a refusal by a route.
+
+        If it is the route's first refusal of this row, the record of the route counts it too.
+        """
         self.total += 1
         # The route answers other requests if it answered one that was sent after the row's last refusal.
         self.answers_others = record.newest >= self.last
@@ -306,11 +310,14 @@ class FailureHistory(msgspec.Struct):
 
     @property
     def was_refused(self) -> bool:
-        """Whether a route that is in order has refused the row."""
+        """Whether a route that works has refused the row."""
         return any(route.is_in_order for route in self.refused_by)
 
     def failed_routes(self, kind: FailureKind) -> tuple[Route, ...]:
-        """Return the routes on which the row failed (for the kinds FAILED), or was refused as faulty."""
+        """Return the routes on which the row failed.
+
+        If `kind` is not in FAILED, return the routes that refused the row as faulty.
+        """
         return self.failed_on if kind in FAILED else self.refused_by
 
     def failed_routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:

@@ -42,7 +42,8 @@ class BundleTotals:
     most_rows: int = 0
     """Largest number of rows in one request."""
     rows_resent: int = 0
-    """Number of rows sent again because the engine refused their bundle or did not answer them in it."""
+    """Number of rows that were sent again, because the engine refused their bundle or left them unanswered.
+    """
 
     def add(self, rows: int) -> None:
         """Count a request with this number of rows."""
@@ -141,8 +142,9 @@ SHORT_TOKENS = 16
 PERIOD_S = 0.25
 """Minimum length, in seconds, of a period after which the bundle size is computed from the ended rows."""
 SHARE = 4
-"""A route must have at least this many outstanding rows for each row of a bundle. A larger bundle would have
-to wait for rows that have only just begun, and the server would have too few rows while it is in transit."""
+"""A bundle holds at most one in this many of the rows that are outstanding on its route. A larger bundle
+would have to wait for rows that have only just begun, and the server would have too few rows while it is in
+transit."""
 
 
 class BundleSize:

@@ -195,7 +195,10 @@ class Dispatcher:
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
     def _contradict(self, route: Route, now: float) -> None:
-        """Record that another route answered a row that failed on `route`; suspend it after a few rows."""
+        """Record that another route answered a row that failed on `route`.
+
+        After a few such rows, suspend `route`.
+        """
         doubt = route.doubt
         if doubt is None:
             return
@@ -330,7 +333,7 @@ class Dispatcher:
             if failure.body is None or isinstance(failure, EngineBusyError):
                 record.record_refusal()
                 return
-            # A working server sent any other error, so the error counts as an answer below.
+            # Any other error comes from a server that works, so it counts as an answer below.
         finally:
             record.has_control = False
             del self._in_flight[row]

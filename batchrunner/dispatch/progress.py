@@ -167,7 +167,8 @@ class LoadSummary:
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a load sample, weighted by the seconds since the last sample.
 
-        A background run has no steady time. Its time is divided between the users and the run.
+        A scheduler's steady time lies between the start and the tail of the run. A background run has no
+        steady time. Its time is divided between the users and the run.
         """
         span_s = 0.0 if self._last is None else now - self._last
         self._last = now
@@ -196,7 +197,7 @@ class LoadSummary:
         self._sums["served"] += span_s
 
     def _add_steady(self, load: SchedulerLoad, controller: Controller, span_s: float) -> None:
-        """Add a span of a scheduler's steady time with this load."""
+        """Add a span of time in which a scheduler had this load to the sums over its steady time."""
         sums, band = self._sums, controller.band
         sums["steady"] += span_s
         sums["in_band"] += span_s * (band.low <= load.queue <= band.high)

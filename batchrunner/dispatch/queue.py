@@ -75,7 +75,7 @@ class PendingRow(msgspec.Struct, eq=False):
     answers: AnswerHistory | None = None
     """The row's earlier answers; None if answers are not checked, or before the first answer."""
     turn: Turn | None = None
-    """The turn of a rollout that this request belongs to; None for a row of the input."""
+    """The turn of a rollout, if the row is a request of that rollout; None for a row of the input."""
 
     @property
     def is_wanted(self) -> bool:
@@ -133,7 +133,8 @@ class ResultSink(Protocol):
 
 
 FEWER = 16
-"""Divisor, for each engine death, of the number of suspected rows that may be in flight at once."""
+"""Only a part of the window may be in flight with rows that were in flight at an engine death. The window is
+divided by this number once for each death."""
 
 
 class PoisonRows:
@@ -156,7 +157,10 @@ class PoisonRows:
         self._waiting[row.deaths].append(row)
 
     def next(self, route: Route) -> deque[PendingRow] | None:
-        """Return a queue of suspects whose first row may be sent to a route now; None if there is none."""
+        """Return a queue of suspects whose first row may be sent to a route now; None if there is none.
+
+        A suspect is a row that was in flight at an engine death.
+        """
         if not self._waiting:  # The common case comes first, because this method is called for each row.
             return None
         # The worst suspects come first. A suspect that would be given up at the next death is sent alone.
@@ -215,7 +219,7 @@ class DispatchQueue:
         self._bytes = 0
 
     def __len__(self) -> int:
-        """Count all rows."""
+        """Return the number of rows in the queue."""
         return self._count
 
     @property
@@ -253,7 +257,7 @@ class DispatchQueue:
     def take(self, route: Route) -> PendingRow | None:
         """Take the next row for a route; None if the route should wait.
 
-        The route's slot is already counted.
+        The caller has already counted the row's slot in `in_flight` of the route.
         """
         row = self._next(route)
         if row is not None:

@@ -106,7 +106,7 @@ class _Tree:
         self._open[-1][1].extend(branches)
 
     def _close(self, depth: int, branches: list[_Branch]) -> _Branch:
-        """Choose the leader of a node, let those of its other branches follow it, and join the branches."""
+        """Choose the leader of a node, let its other leaders follow it, and join the branches into one."""
         leader = max(branches, key=self._rank).leader
         rows = sum(branch.rows for branch in branches)
         for branch in branches:
@@ -159,8 +159,8 @@ PASSES = 1.1
 POOL_SHARE = 0.15
 """Maximum initial reuse distance, as a fraction of the KV pool."""
 MOST_POOL_SHARE = 0.3
-"""Maximum later reuse distance, as a fraction of the KV pool. A prefix that was last used within this
-distance counts as still cached."""
+"""Maximum to which the reuse distance may grow later, as a fraction of the KV pool. A prefix that was last
+used within this distance counts as still cached."""
 LEAST_PASSES = 1 / 8
 """Minimum reuse distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
@@ -247,7 +247,10 @@ class ReuseDistance:
             row.leader.used_clock = self._clock
 
     def is_reached(self, leader: OrderedRow) -> bool:
-        """Tell whether a sent leader is far enough ahead of its followers."""
+        """Tell whether the followers of a leader may be sent.
+
+        They may if the leader was sent at least the reuse distance ago.
+        """
         in_pass = leader.new_tokens % self._pass_tokens
         return self._clock - leader.sent_clock >= (self._tokens - in_pass) * self._schedulers
 
@@ -340,18 +343,18 @@ BEHIND = 1 << 60
 
 
 HeldFollower: TypeAlias = "tuple[float, int, int, OrderedRow]"
-"""A follower that is held back until its leader was sent long before: the leader's `sent_clock`, a serial
-number, so that a heap never compares rows, the rank among due followers (the lowest goes first), and the
-row."""
+"""A follower that is held back until its leader was sent at least the reuse distance ago: the leader's
+`sent_clock`; a serial number, so that a heap never compares rows; the rank among due followers (the lowest
+goes first); and the row."""
 DueFollower: TypeAlias = "tuple[int, int, OrderedRow]"
-"""A follower that may be sent, because its leader was sent long enough before: the rank (the lowest goes
-first), a serial number, so that a heap never compares rows, and the row."""
+"""A follower that may be sent now: its rank (the lowest goes first); a serial number, so that a heap never
+compares rows; and the row."""
 
 
 class FollowerRelease:
     """Holds back rows that are ready to send.
 
-    Leaders go in order. Followers go once their leader is far enough ahead.
+    Leaders go in order. A follower goes once its leader was sent at least the reuse distance ago.
     """
 
     def __init__(self, distance: ReuseDistance | None) -> None:
@@ -363,7 +366,8 @@ class FollowerRelease:
         """Heap of the followers that are held back."""
         self._held_bytes = 0
         self._due: list[DueFollower] = []
-        """Heap of the followers that may be sent now, because their leader was sent long enough before."""
+        """Heap of the followers that may be sent now, because their leader was sent at least the reuse
+        distance ago."""
         self._serial = count()
 
     def __len__(self) -> int:
@@ -415,7 +419,7 @@ class FollowerRelease:
         elif self._due:
             row = heapq.heappop(self._due)[-1]
         elif self._held and (last or must_release or self._holds_most()):
-            # The follower is released before its leader is far enough ahead.
+            # The follower is sent early: the reuse distance between its leader and it is not reached.
             row = self._release_held()[-1]
         else:
             return None
@@ -453,7 +457,10 @@ class FollowerRelease:
         return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 
     def _find_due(self) -> None:
-        """Move the followers whose leaders are far enough ahead from the held to the due ones."""
+        """Move the followers that may be sent now from the held to the due ones.
+
+        A follower may be sent if its leader was sent at least the reuse distance ago.
+        """
         while self._held and self._distance is not None:
             leader = self._held[0][-1].leader
             assert leader is not None
@@ -513,7 +520,7 @@ IDS_BYTES = 16
 TEMPLATE_BYTES = 256
 """Number of bytes at the start of a prompt by which prompt templates are distinguished."""
 SENT_ROWS = 32
-"""Maximum number of sent rows that later rows may still follow."""
+"""Maximum number of sent rows that are kept, so that rows read later may follow them."""
 SENT_BYTES = 8 << 20
 """Maximum bytes of the prompts of sent rows that later rows may still follow."""
 COMMON_SHARE = 0.25
@@ -573,7 +580,7 @@ class Reorderer:
 
     @property
     def held(self) -> int:
-        """Number of rows that were read and not yet handed on."""
+        """Number of rows that were read and not yet handed on to the feeder."""
         return len(self._window) + len(self._release)
 
     def sharing(self) -> dict[str, Any]:
@@ -581,7 +588,7 @@ class Reorderer:
         return self._distance.as_dict() if self._distance is not None else {}
 
     def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
-        """Learn from an answer; return how that changed the reuse distance."""
+        """Learn from an answer; return the change of the reuse distance, or None if it stays."""
         if not isinstance(row, OrderedRow):  # A request of a rollout is not reordered.
             return None
         if self._lengths is not None:

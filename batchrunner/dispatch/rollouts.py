@@ -84,8 +84,8 @@ MOST_OPEN = 8192
 ROWS_A_PROCESS = 16
 """Minimum number of open rows in each process at which another process is started."""
 OWN_PROCESS_SUSPICION = 2
-"""Suspicion at which a row gets a process of its own. If a process dies, the row whose code was running gets
-2; if no code was running, each row of the process gets 1."""
+"""Suspicion at which a row gets a process of its own. If a process dies, the suspicion of the row whose code
+was running rises by 2. If no code was running, that of each row of the process rises by 1."""
 
 
 Result: TypeAlias = tuple[list[dict[str, Any]], str | None]

@@ -55,9 +55,9 @@ class RouteRecord:
     """
 
     answered: int = 0
-    """Number of answers that count (see `RouteRecord`)."""
+    """Number of answers to the first attempt of a row or to a control."""
     refused: int = 0
-    """Number of temporary refusals that count (see `RouteRecord`)."""
+    """Number of temporary refusals. A row or a control counts at most once."""
     newest: float = 0.0
     """Time at which the newest answered request was sent, in seconds of the monotonic clock."""
     last: Request | None = None
@@ -228,7 +228,7 @@ class Routes:
         return max(0.0, route.cools_until - now)
 
     def has_others(self, than: Collection[Route]) -> bool:
-        """Tell whether any route other than those in `than` is not suspended."""
+        """Tell whether there is a route that is not in `than` and not suspended."""
         return not all(route.is_suspended or route in than for route in self)
 
     def may_get(self, route: Route, avoided: Collection[Route]) -> bool:

@@ -55,8 +55,8 @@ class Account:
     """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
     that an account cannot save up time of the engine."""
     rows_averaged: int = 0
-    """Weight of `row_cost` in rows, at most ROWS_AVERAGED. If `row_cost` was copied from other accounts, it
-    has the full weight. With 0, no cost is known yet."""
+    """Number of ended rows of which `row_cost` is the mean, at most ROWS_AVERAGED. It is ROWS_AVERAGED if
+    `row_cost` was copied from other accounts, and 0 if no cost is known yet."""
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
     row_s: float = CATCH_UP_S
@@ -72,7 +72,7 @@ class Account:
 
     @property
     def time(self) -> float:
-        """Virtual time: the cost of the ended rows for each unit of the share."""
+        """Virtual time: the cost of the ended rows divided by the share."""
         return self.cost / self.share
 
     @property
@@ -106,7 +106,10 @@ class Account:
         self.share = share
 
     def advance_to(self, time: float) -> None:
-        """Raise the virtual time to at least `time`."""
+        """Raise the virtual time to at least `time`.
+
+        The virtual time is the cost of the account's rows divided by its share.
+        """
         self.cost = max(self.cost, time * self.share)
 
     def begin_beside(self, in_flight: Mapping[Account, int]) -> None:

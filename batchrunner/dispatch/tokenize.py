@@ -268,7 +268,7 @@ class RowTokenizer:
         return items
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenize requests whose files are prepared, by the job's task."""
+        """Tokenize requests whose media files are prepared, in the way that the job's task needs."""
         # The engine tokenizes the query and the document together, as a pair.
         if isinstance(self._task, RerankTask):
             return [*requests]
@@ -460,7 +460,7 @@ def _split_choices(request: Request, token_ids: Sequence[list[int] | str]) -> Re
 
 
 def _simulated(request: Request) -> Request:
-    """Return a request with made-up token ids of its choices, whose number follows from their lengths."""
+    """Return a request with made-up token ids for its choices; a longer choice gets more of them."""
     return request._replace(
         item_ids=tuple([0] * (len(item) // SIMULATED_TOKEN + 1) for item in request.items)
     )

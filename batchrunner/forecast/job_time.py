@@ -384,10 +384,10 @@ def forecast(
 
 
 def _deviation_of_costs(spans: Sequence[tuple[PassWork, float]], work: PassWork, seconds: float) -> float:
-    """Return the relative standard deviation of the time `seconds` of `work` that comes from the costs.
+    """Return the uncertainty of the time of `work` that comes from the costs: a relative standard deviation.
 
-    The deviation is measured by a jackknife: the costs are fitted again without each of FOLDS folds of the
-    spans. There must be more spans than folds.
+    `seconds` is that time. The deviation is measured by a jackknife: the costs are fitted again without each
+    of FOLDS folds of the spans. There must be more spans than folds.
     """
     times = []
     for fold in range(FOLDS):
@@ -398,7 +398,10 @@ def _deviation_of_costs(spans: Sequence[tuple[PassWork, float]], work: PassWork,
 
 
 def _cause(name: str, share: float) -> str:
-    """Return a text about a cause of uncertainty; `share` is its half-width relative to the time."""
+    """Return a text about a cause of uncertainty.
+
+    `share` is the half-width of the interval that this cause alone would give, as a fraction of the time.
+    """
     if share <= 1:
         return f"{name}: ±{100 * share:.0f} %"
     return f"{name}: too few sampled rows to estimate the error"

@@ -133,7 +133,10 @@ class Adaptation:
         return self._sample.in_flight / max(self._sample.rows_per_s, 1e-9)
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
-        """Return the combined step if it pays, else the first single step that pays; None if none does."""
+        """Return the first step that pays; None if none does.
+
+        The first step combines all rules that give advice. The further steps have one rule each.
+        """
         steps = steps_for(watch.situation, self._memory.gains, server.may_change)
         return next((step for step, gain in steps if self._pays(server, gain)), None)
 

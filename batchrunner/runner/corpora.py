@@ -119,7 +119,7 @@ class CorpusFeeder:
         return is_ngram and has_budget and is_direct and takes_corpus(arguments)
 
     def _note_start(self, url: str, output_tokens: int) -> None:
-        """Note that the run started a server, after which the server holds no corpus."""
+        """Note that the run started a server. A server that was just started holds no corpus."""
         start, server = self._engine.start_of(url), self._servers.get(url)
         if server is None:
             self._servers[url] = ServerCorpus(start, output_tokens)

@@ -268,7 +268,10 @@ class LeasedRows(TaskRows):
         self._put_out_if_idle()
 
     def _put_out_if_idle(self) -> None:
-        """Delete this worker's beacon if it holds no lease. The caller holds `_lock`."""
+        """Delete this worker's beacon, the file that shows that it holds leases, if it holds no lease.
+
+        The caller holds `_lock`.
+        """
         if not self._uncommitted:
             self._beacon.put_out()
 
@@ -298,7 +301,7 @@ class LeasedRows(TaskRows):
 
     def _pause_before_look(self) -> float:
         """Return the seconds that a worker without a lease waits before it lists the lease files again."""
-        # The small addition makes sure that the verdict is due when this worker looks.
+        # With the small addition, it is certain at the next look whether the other worker is dead.
         verdict_due_s = self._others.seconds_to_verdict() + SHORT_POLL_S
         return min(self._pause_s(), verdict_due_s)
 
@@ -327,9 +330,11 @@ class LeasedRows(TaskRows):
             self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
 
     def _has_its_share(self) -> bool:
-        """Return whether this worker has more than an equal share of its unfinished rows and the free rows.
+        """Return whether this worker must leave the free rows to the other workers for now.
 
-        Without this limit, one worker could take all of the last rows, and the other workers would be idle.
+        That is so if it has more unfinished rows than an equal part, for each worker, of these rows and the
+        free rows. Without this limit, one worker could take all of the last rows, and the other workers would
+        be idle.
         """
         unfinished = self._unfinished()
         return unfinished * self._workers() > self._rows_free + unfinished

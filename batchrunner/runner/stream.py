@@ -305,7 +305,8 @@ class ProgramRows:
     """
 
     is_shared = True
-    """Treat the rows like those of a run that workers share: read and reorder only a few rows ahead."""
+    """True, because the rows are treated like those of a run that workers share: only a few rows are read and
+    reordered ahead."""
 
     def __init__(
         self,

@@ -207,7 +207,11 @@ class BackgroundController(Controller):
         return max(0, reading.in_flight - stuck)
 
     def _allowed_by_slots(self, slots: int, ahead: int) -> int:
-        """Return the number of requests, of the users and ours, that the slots allow."""
+        """Return the number of requests, of the users and ours, that the slots allow.
+
+        `slots` is the maximum number of running requests. `ahead` is the number of rows that end within a
+        forward pass.
+        """
         if self._yields and not self.users:
             return slots + ahead
         # `spare` of the law in the module's docstring.

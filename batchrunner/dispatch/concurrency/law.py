@@ -101,7 +101,7 @@ SHOWN_AFTER_S = 5.0
 """Seconds that a scheduler's load state must last before users see it."""
 HELD_HALF_LIFE_S = 144.0
 """Half-life, in seconds, of the share of time in which the server holds requests back although it has room.
-With this half-life, a minute without a break counts as frequent."""
+With this half-life, a minute without a break is enough for the load state `held`."""
 HELD_ENDS = 0.8
 """The load state `held` ends only when the share of time in which the server holds requests back falls below
 this fraction of the share at which the state began. So the state does not flicker."""
@@ -191,7 +191,7 @@ class Controller:
         self._at_work = 0.0
         """Mean number of requests that run, or that were sent and have not reached the scheduler."""
         self._least_in_flight = 0.0
-        """Number of requests in flight, which follows a rise only slowly."""
+        """Smoothed number of requests in flight. It follows a fall at once, and a rise only slowly."""
         self._running = self._mean_rate = self._usage = 0.0
         """Means whose half-life is the running time of a row."""
         self._life_s = LONGEST_LIFE_S
