@@ -44,7 +44,7 @@ class _Branch(NamedTuple):
     """Rows with a common prefix."""
 
     leader: int
-    """Index of the row that is sent first."""
+    """Index of the row of the branch that is sent first."""
     rows: int
     """Number of rows, including the leader."""
 
@@ -136,7 +136,8 @@ class OrderedRow(PendingRow, eq=False):
     template: int = 0
     """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
     leader: OrderedRow | None = None
-    """The row that is sent first, with the same prefix; None if the row follows no other row."""
+    """The row whose prefix this row shares, and which is sent before it; None if the row follows no other
+    row."""
     shared_bytes: int = 0
     """Length, in bytes, of the prefix that the row shares with its leader."""
     followers: list[OrderedRow] = msgspec.field(default_factory=list)
@@ -155,7 +156,7 @@ class OrderedRow(PendingRow, eq=False):
 PASS_TOKENS = 8192
 """Assumed tokens of a prefill pass if the engine does not report them: SGLang's chunk on GPUs of 80 GB."""
 PASSES = 1.1
-"""Initial reuse distance in prefill passes: above 1 because token counts are estimated."""
+"""Initial reuse distance, in prefill passes. It is more than 1, because token counts are estimated."""
 POOL_SHARE = 0.15
 """Maximum initial reuse distance, as a fraction of the KV pool."""
 MOST_POOL_SHARE = 0.3
@@ -371,7 +372,7 @@ class FollowerRelease:
         self._serial = count()
 
     def __len__(self) -> int:
-        """Count the rows that were not sent yet."""
+        """Return the number of rows that were not sent yet."""
         return len(self._leaders) + len(self._held) + len(self._due)
 
     def add(self, leaders: Iterable[OrderedRow]) -> None:

@@ -82,14 +82,15 @@ this share of the slots, but at least LEAST_AHEAD requests."""
 MOST_OPEN = 8192
 """Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
-"""Minimum number of open rows in each process at which another process is started."""
+"""Another process is started if each process has at least this many open rows."""
 OWN_PROCESS_SUSPICION = 2
 """Suspicion at which a row gets a process of its own. If a process dies, the suspicion of the row whose code
 was running rises by 2. If no code was running, that of each row of the process rises by 1."""
 
 
 Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
-"""Result of a rollout function: the rows that it returns, and the error of its row, None without one."""
+"""Result of a rollout function: the rows that it returns, and the error of its input row (None if it
+succeeded)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -140,7 +140,7 @@ class Route:
         """Suspend the route; return the length in seconds, or None if it is already suspended."""
         if self.is_suspended and self.cools_until > now:
             return None
-        # After an answer the length is 0 again, so the first suspension follows.
+        # An answer sets the length back to 0. The next suspension then lasts for FIRST_SUSPENSION_S.
         self._suspension_s = min(self._suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
         self.cools_until = now + self._suspension_s
         return self._suspension_s
@@ -182,7 +182,7 @@ class Routes:
 
     @property
     def window(self) -> int:
-        """Sum of all windows."""
+        """Sum of the windows of all routes."""
         return sum(route.window for route in self)
 
     def least_used(self) -> Route:

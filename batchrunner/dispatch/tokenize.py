@@ -126,7 +126,10 @@ def _why_server_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
 
 
 def _chat_sampling(tokenizer: TokenizerInfo) -> dict[str, Any]:
-    """Return the sampling parameters that the chat endpoint adds: unlimited output, the model's defaults."""
+    """Return the sampling parameters that the chat endpoint adds.
+
+    They leave the output unlimited, and have the defaults of the model.
+    """
     config = read_json(Path(tokenizer.model) / "generation_config.json") if tokenizer.model_sampling else {}
     defaults = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     return {"max_new_tokens": None, **defaults}

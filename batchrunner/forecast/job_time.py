@@ -225,8 +225,8 @@ def _steady_work(simulated: Simulated) -> PassWork:
     """Return the work between ramp-up and drain, at least the work for the middle third of the rows."""
     work_at_ends = simulated.work_at_ends
     third = len(work_at_ends) // 3
-    # The ramp-up ends after DECAY_STEPS passes (work is compared by passes), and the drain begins when no row
-    # waits any more.
+    # The ramp-up ends after DECAY_STEPS passes (the passes are the first field, by which work is compared).
+    # The drain begins when no row waits any more.
     ramp_up_end = min(bisect_right(work_at_ends, PassWork(DECAY_STEPS)), third)
     drain_begin = max(simulated.ended_before_last, 2 * third)
     return _plus(work_at_ends[drain_begin], work_at_ends[ramp_up_end], -1)

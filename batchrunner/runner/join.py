@@ -171,7 +171,7 @@ class LeasedRows(TaskRows):
         return self._look().plan
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return the number of remaining rows that living workers will do, and of rows that nobody will do.
+        """Return how many remaining rows living workers will do, and how many nobody will do.
 
         One of the two is 0. A living worker that holds a lease of any plan does all remaining rows, because
         it takes over from dead workers.

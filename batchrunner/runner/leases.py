@@ -88,7 +88,7 @@ class Leases:
         """The sorted copies of the input that were opened, by file name."""
 
     def __len__(self) -> int:
-        """Return the number of leases, free, held and done."""
+        """Return the number of all leases: free, held and done ones."""
         return len(self._places)
 
     def refresh(self) -> list[str]:

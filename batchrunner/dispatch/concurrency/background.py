@@ -165,7 +165,11 @@ class BackgroundController(Controller):
         return max(0, total - fewest_ours)
 
     def _make_room(self, reading: Reading, waiting_users: int, slots: int, ahead: int) -> None:
-        """Choose how many of our rows may stay in flight while users wait."""
+        """Choose how many of our rows may stay in flight while users wait.
+
+        `slots` is the maximum number of running requests. `ahead` is the number of rows that end within a
+        forward pass.
+        """
         if self._yields and reading.running >= IN_USE * slots and reading.usage <= GOOD_USAGE:
             # With all slots taken, SGLang itself preempts our rows for users. The waiting requests may be
             # these preempted rows, so no more room is made.
