@@ -341,9 +341,11 @@ class FailureHistory(msgspec.Struct):
             self.deaths += 1
         elif kind in FAILED:
             self.failed_on = self.failed_routes_with(kind, route)
+            # If another route answers the row, this route is at fault, and the attempt does not count.
             if fate is not Fate.ASK_ANOTHER:
                 self.failures += 1
         elif fate is Fate.ASK_ANOTHER:
+            # The server refused the row as faulty, and another server is asked for a second opinion.
             self.refused_by = self.failed_routes_with(kind, route)
             self.refusal = error
 

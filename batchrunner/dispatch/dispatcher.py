@@ -320,8 +320,8 @@ class Dispatcher:
     async def _send_control(self, row: PendingRow, route: Route) -> None:
         """Send a control in the slot of a refused row.
 
-        A control is a request that the route should answer. Its answer shows that the refusals are the fault
-        of the row, and not of the route.
+        A control is a request that the route should answer. Its answer is evidence that the row itself causes
+        the refusals, and not the route.
         """
         record = route.record
         record.has_control = True

@@ -160,7 +160,10 @@ def _account_of(run: SendingRun) -> Account:
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
-    """Write changes of windows and load states (corners) to the event log; log that a server holds back."""
+    """Write changes of windows and load states (corners) to the event log.
+
+    If a scheduler enters the load state `held`, tell the user: the server holds requests back.
+    """
     for change in changes:
         events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
         if isinstance(change, CornerChange) and change.corner == Corner.HELD:

@@ -165,6 +165,7 @@ class PoisonRows:
             return None
         # The worst suspects come first. A suspect that would be given up at the next death is sent alone.
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
+            # The more deaths its rows have seen, the fewer rows of a queue may be in flight at once.
             limit = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
             if rows and self._in_flight[deaths] < limit and self._routes.may_get(route, rows[0].avoided):
                 return rows
@@ -397,7 +398,7 @@ class Backlog:
         self._sendable = asyncio.Event()
         """Set when rows may have become sendable; the dispatcher waits for it."""
         self._room = asyncio.Event()
-        """Set when rows have left the dispatch queue; the feeder waits for it if the queue is full."""
+        """Set when there may be room in the dispatch queue; the feeder waits for it if the queue is full."""
 
     @property
     def unsent(self) -> int:

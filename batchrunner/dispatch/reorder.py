@@ -413,6 +413,7 @@ class FollowerRelease:
         if self._held:
             self._find_due()
         must_release = self._held and not self._due and self._would_evict()
+        # A leader goes if no follower is due. Near the end of the input, leaders go before due followers.
         leader_is_next = not must_release and (not self._due or (last and self._is_near_end()))
         if self._leaders and leader_is_next:
             row = self._leaders.popleft()

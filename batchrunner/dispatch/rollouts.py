@@ -192,7 +192,7 @@ class RolloutProcess(HookProcess):
         self.rollouts[number] = rollout
         try:
             await self.is_loaded.wait()
-            # For a rollout, the prompt has one item: the arguments with which the function starts.
+            # The frame starts the function. Its prompt holds nothing but the row.
             self.send(number, None, rollout.request.prompt[0])
             async with asyncio.timeout(limit_s):
                 return await rollout.result

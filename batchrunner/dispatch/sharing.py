@@ -120,11 +120,12 @@ class Account:
         a row of the other accounts, or to cost as much as the prompts of this account if that is more. A
         wrong assumption would give this account far too many or too few slots.
         """
-        known = [other for other in in_flight if other.rows_averaged]
+        known = [other for other in in_flight if other.rows_averaged]  # accounts whose row cost is known
         if known and not self.rows_averaged:
             mean_cost = math.fsum(other.row_cost for other in known) / len(known)
             self.row_cost, self.rows_averaged = max(mean_cost, self.prompt_tokens), ROWS_AVERAGED
             self.row_s = math.fsum(other.row_s for other in known) / len(known)
+        # The virtual times of the other accounts, as if their rows in flight had ended.
         times = [
             (other.cost + (rows * other.row_cost if other in known else 0.0)) / other.share
             for other, rows in in_flight.items()
@@ -179,6 +180,7 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
     for claim in claims:
         part = min(claim.wanted, remaining[claim.account])
         remaining[claim.account] -= part
+        # The first claim is that of the oldest run, so this run gets all unused slots if it may send rows.
         if unused and not claim.account.is_paused:
             part, unused = part + unused, 0
         parts.append(part)

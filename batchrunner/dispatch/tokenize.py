@@ -277,7 +277,7 @@ class RowTokenizer:
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
-        # The token ids of the labels are computed once, after the prompt of the first request.
+        # The token ids of the labels are found once, with requests that are copied from the first one.
         has_vocabulary = not self._info.simulated
         if isinstance(self._task, ScoreTask) and requests and has_vocabulary and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])
@@ -310,6 +310,7 @@ class RowTokenizer:
     async def _encode(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenize requests of one kind in a thread; return them unchanged if the engine tokenizes them."""
         kind = requests[0].kind
+        # The first batch of a kind chooses who tokenizes it. Other batches wait for that choice.
         async with self._choosing:
             if kind not in self._encoders:
                 self._choose_place(kind)

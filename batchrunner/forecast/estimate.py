@@ -283,7 +283,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
                 not_sendable += 1
             else:
                 sendable.append(_row_of(request, encoded_request, cached_share))
-    row_s = (time.monotonic() - began) / len(rows)  # time for which a row keeps the client's CPU busy
+    row_s = (time.monotonic() - began) / len(rows)  # seconds to read, render and tokenize a row
     if not sendable:
         raise JobError(
             "no row can be sent, so there is nothing to estimate",

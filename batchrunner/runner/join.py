@@ -212,7 +212,7 @@ class LeasedRows(TaskRows):
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
         """Take a lease, if need be from a dead worker. Also return whether no lease will become free."""
         self._refresh_if_old()
-        if self._has_its_share():
+        if self._has_its_share():  # Leave the free leases to others for now, and look again later.
             return None, False
         lease = self._take_free()
         if lease is not None:
@@ -467,7 +467,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             leases.directory,
             writer=lock.token,
             check_stop=control.check,
-            replace=False,
+            replace=False,  # Workers may still read the sorted copies of earlier plans.
         )
         if path:  # A sorted copy of the input sets the order in which the rows are sent.
             leases.store.publish(path)

@@ -94,7 +94,9 @@ class Reuse:
         """Counts of the rows that got an answer of the other run."""
         assert job.output.reuse is not None
         self._run = look_at_run(job.output.reuse, job.storage)
+        """Directory of the other run."""
         self._facts = require_run_json(self._run)
+        """Content of the other run's run.json."""
         problem = self._problem(model, weights)
         if problem is not None:
             message = f"output.reuse: {self._run.name}: {problem}"

@@ -120,6 +120,7 @@ class BackgroundController(Controller):
         gap_s = self._learn(now, reading)
         most_users = self._count_users(gap_s, reading)
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
+        # So many requests may be queued ahead: those whose predecessors end within a forward pass.
         ahead = math.ceil(self._rate * PASS_S) + 1
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
         # Our rows get what the slots and the KV pool allow, less all requests that may be the users'.
@@ -203,6 +204,7 @@ class BackgroundController(Controller):
         self._last_queue, self._last_running = reading.queue, reading.running
         # Try a higher limit little by little, until requests are stuck again.
         self._admits *= 2 ** (gap_s / TRUST_S)
+        # Up to `ahead` requests may wait only for the next pass.
         # Token usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they
         # run.
         if has_started or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:

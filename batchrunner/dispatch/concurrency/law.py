@@ -209,7 +209,7 @@ class Controller:
         """Process a fresh sample; return the changes. `may_grow` is false if the route has a long queue."""
         gap_s = self._learn(now, reading)
         in_use = reading.in_flight >= IN_USE * self.window
-        is_calm = now - self._refused_at >= CALM_S
+        is_calm = now - self._refused_at >= CALM_S  # No refusal narrowed the window lately.
         is_full = self._is_full(now, reading)
         # The start ends once requests wait at the scheduler, or the pool is full.
         if self.state != "start" or reading.queue >= self.band.low or is_full:
@@ -360,6 +360,7 @@ class Controller:
         # Near the beginning of a run the mean is close to 0, and a division by it would give a huge credit.
         usage = max(self._usage, NEAR_USAGE / 4)
         self._start_credit += self._mean_rate * GOOD_USAGE / usage * self._period_s
+        # As many whole rows may begin; the fraction is kept for the next sample.
         may_begin, self._start_credit = divmod(self._start_credit, 1)
         if self.is_overfull:  # No row may wait, and fewer rows may run, so that the pool becomes well used.
             room = min(reading.running + may_begin, GOOD_USAGE * self._running / usage)
