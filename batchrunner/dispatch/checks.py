@@ -81,7 +81,9 @@ class AnswerChecker:
         self._conditions = AnswerConditions(job, plan, columns)
         self._check = job.accept
         self._tries = plan.tries
+        """Maximum number of answers of a row, without those that are requested again with more tokens."""
         self._lengthens = plan.on_length == "longer"
+        """Whether a truncated answer is requested again with more tokens."""
         self._tokenizer = tokenizer
         self._functions = functions if functions is not None and CHECK in functions.facts else None
         self._ends_padding = False

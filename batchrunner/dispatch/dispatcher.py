@@ -94,6 +94,7 @@ class Dispatcher:
                     if route is None:
                         await self.backlog.wait_for_rows()
                     else:
+                        # `row` is None if `has_for` was wrong. Then `_use_slot` only frees the slot.
                         row = self.backlog.take(route)
                         group.create_task(self._use_slot(row, route))
                 # Rollouts still store the answers to requests that are in flight.

@@ -78,7 +78,8 @@ class LoadControl:
         """Remove a run that has ended; the other runs get its slots."""
         self._runs.remove(run)
         if self._runs:
-            self._apply(())  # The windows have not changed, but fewer runs share them.
+            # The windows have not changed, but fewer runs share them.
+            self._apply(())
         elif self._poll is not None:  # No run waits for the poll any more.
             self._poll.cancel()
 

@@ -124,7 +124,8 @@ class TimeLeft:
         self._rows = self._rows * weight + ended
         self._seconds = self._seconds * weight + now - self._ended
         self._done, self._ended = done, now
-        self._trust *= weight  # The more rows have ended, the less the estimate counts.
+        # The more rows have ended, the less the estimate counts.
+        self._trust *= weight
 
     def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
         """Tell whether rows are much slower or quicker than estimated, and by more than chance explains.

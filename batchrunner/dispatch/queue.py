@@ -133,8 +133,8 @@ class ResultSink(Protocol):
 
 
 FEWER = 16
-"""Only a part of the window may be in flight with rows that were in flight at an engine death. The window is
-divided by this number once for each death."""
+"""Rows that were in flight at an engine death may fill only a part of the window. With each death that such
+rows have seen, this part is divided by this number."""
 
 
 class PoisonRows:
@@ -349,6 +349,7 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
         rows_to_move[group] = min(rows_of[group], half - rows_to_move.total())
         if rows_to_move[group] == rows_of[group]:
+            # The group moves as a whole, so its rows that are still to come go to the other route, too.
             group.home = route
             busiest.promised -= group.to_come
             route.promised += group.to_come
@@ -501,7 +502,7 @@ class Backlog:
         for ref in row.duplicates:  # They were never sent.
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
         self._unended -= 1
-        if self._unended == 0:
+        if self._unended == 0:  # The dispatcher may have nothing left to wait for.
             self.wake()
 
     def wake(self) -> None:

@@ -106,7 +106,7 @@ class _Tree:
         self._open[-1][1].extend(branches)
 
     def _close(self, depth: int, branches: list[_Branch]) -> _Branch:
-        """Choose the leader of a node, let its other leaders follow it, and join the branches into one."""
+        """Choose the leader of a node, which the leaders of the other branches follow; join the branches."""
         leader = max(branches, key=self._rank).leader
         rows = sum(branch.rows for branch in branches)
         for branch in branches:
@@ -120,7 +120,7 @@ class _Tree:
         A row that was sent already comes first, then the leader with the most rows, then the one with the
         longest prompt.
         """
-        is_sent = branch.leader < self._sent  # The rows that were sent already have the first indexes.
+        is_sent = branch.leader < self._sent  # The sent rows come first in the list of prefixes.
         return is_sent, branch.rows, len(self._prefixes[branch.leader])
 
 
@@ -704,6 +704,7 @@ class Reorderer:
             row, leader = rows[index], rows[place.leader]
             row.leader, row.shared_bytes = leader, place.shared_bytes
             leader.followers.append(row)
+        # The followers of a row of the window are held back when that row is sent. Sent rows need it now.
         for leader in sent_rows:
             self._release.hold_followers(leader)
         if self.caches > 1:

@@ -135,6 +135,7 @@ class RolloutProcess(HookProcess):
         self.kill_reason: str | None = None
         """Reason for killing the process; None if there is none."""
         self._checks = self._blocked_checks = 0
+        """Number of checks of the process, and of those that found a long step."""
         self._long_steps = set[float]()
         """Start times of long steps. At most LONG_STEPS are kept."""
         self.is_loaded = asyncio.Event()
@@ -388,7 +389,7 @@ class Rollouts:
             while True:
                 number, question, value = await read_frame(reader)
                 rollout = process.rollouts.get(number)
-                if rollout is None or rollout.result.done():
+                if rollout is None or rollout.result.done():  # The rollout has ended, maybe by a limit.
                     continue
                 if question is None:  # The function has ended, and `value` is its result.
                     rollout.result.set_result(value)

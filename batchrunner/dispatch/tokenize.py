@@ -75,8 +75,8 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     if kind == "body":
         raise CannotTokenizeError("the requests of a batch file are sent unchanged")
     tokenizer = info.tokenizing
-    cut = job.prompt.truncate
-    if cut is not None and info.context_length is None:
+    truncate = job.prompt.truncate
+    if truncate is not None and info.context_length is None:
         raise CannotTokenizeError("the engine does not report its context length")
     directory, chat_sampling = None, None
     if kind != "input_ids":
@@ -89,10 +89,10 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     )
 
     # If the engine truncates prompts itself, no prompt is too long.
-    engine_truncates = cut is None and tokenizer is not None and tokenizer.cuts
+    engine_truncates = truncate is None and tokenizer is not None and tokenizer.cuts
     context = None if engine_truncates else info.context_length
     budget = TokenBudget(context, tokenizer.longest_prompt if tokenizer else None)
-    return Encoder(kind, directory, budget, cut, chat_sampling=chat_sampling)
+    return Encoder(kind, directory, budget, truncate, chat_sampling=chat_sampling)
 
 
 def _usable_tokenizer(job: Job, info: EngineInfo, kind: PromptKind) -> TokenizerInfo:

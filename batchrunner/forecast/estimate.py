@@ -191,7 +191,8 @@ class Estimate:
         if self.cost:
             lines.append(f"cost: {_shown(self.cost, '{:,.2f}'.format)}")
         lines += [f"{name} tokens: {_shown(count, '{:,.0f}'.format)}" for name, count in self.tokens.items()]
-        return [*lines, *sorted(self.why)]  # A fixed order makes two estimates easy to compare.
+        # A fixed order makes two estimates easy to compare.
+        return [*lines, *sorted(self.why)]
 
 
 def _shown(figure: Interval, to_text: Callable[[float], str]) -> str:

@@ -123,7 +123,7 @@ def check(job: str, overrides: Sequence[str]) -> Check:
     # A file with the ending .json may be a job, but one with another ending of JSON Lines is a batch file.
     is_batch = file_format is not None and file_format.kind == "JSON Lines" and file_format.ending != ".json"
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
-        if is_batch:
+        if is_batch:  # A batch file names no engine, and a check sends nothing, so the engine is simulated.
             loaded = job_of_batch(job, f"{scratch}/run", engine=["simulated"], overrides=overrides)
         else:
             loaded = load_job(job, overrides=overrides)

@@ -155,7 +155,7 @@ class CorpusFeeder:
             )  # fmt: skip
         if step == "remove":
             server.is_confirmed = False  # before the request, whose reply may be lost
-        if step != "keep":
+        if step != "keep":  # A new corpus replaces the old one, because a corpus cannot grow.
             await _remove(status, own)
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:

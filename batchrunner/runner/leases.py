@@ -288,7 +288,8 @@ class Leases:
                 self._free[number] = rows
             else:
                 self._free.pop(number, None)
-            self._changed.discard(number)  # The lease leaves the set only now, because the count may fail.
+            # The lease leaves the set only now, because the count may fail.
+            self._changed.discard(number)
 
 
 def _name(number: int, turn: int) -> str:

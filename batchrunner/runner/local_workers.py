@@ -106,7 +106,7 @@ class LocalWorkers:
         """Handle the ends of processes, and pass signals on; return whether a process is still running."""
         for process in [*self._processes]:
             if process.poll() is not None:
-                with contextlib.ExitStack() as stack:
+                with contextlib.ExitStack() as stack:  # closes the two files
                     output, errors = map(stack.enter_context, self._processes.pop(process))
                     self._note_end(process.returncode, output, errors)
         if self._control.reason is None and self._worst and self._worst.exit_code == EXIT_WRONG:

@@ -132,6 +132,7 @@ class RowBuffer:
             pieces, self._pieces = self._pieces[:most], self._pieces[most:]
             for piece in pieces:
                 self._count(piece, -1)
+            # `put` may wait for room.
             self._changed.notify_all()
             return [] if self.stopped else pieces
 

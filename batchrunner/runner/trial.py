@@ -112,6 +112,7 @@ def output_rate(passes: Passes) -> float | None:
         # The rate of the first line is left out, because it covers the time before the measurement.
         for before, after in pairwise(batches):
             if after.throughput:
+                # Each line stands for equally many passes, so one pass of each gives the same ratio.
                 tokens_of_pass = (before.running + after.running) / 2 * after.accepted
                 tokens += tokens_of_pass
                 seconds += tokens_of_pass / after.throughput
@@ -149,6 +150,7 @@ class TrialRunner:
         args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}
         env = {**self.engine.env, **variables_in(request.args)}
         start_s = min(self.engine.start_timeout, within_s)
+        # A server that dies must end the trial, so it is not healed.
         spec = self.engine.model_copy(
             update={"args": args, "env": env, "start_timeout": start_s, "heal": False}
         )

@@ -204,7 +204,7 @@ class BackgroundController(Controller):
         self._last_queue, self._last_running = reading.queue, reading.running
         # Try a higher limit little by little, until requests are stuck again.
         self._admits *= 2 ** (gap_s / TRUST_S)
-        # Up to `ahead` requests may wait only for the next pass.
+        # Up to `ahead` waiting requests are not stuck, because they may wait just for the next pass.
         # Token usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they
         # run.
         if has_started or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
@@ -230,7 +230,8 @@ class BackgroundController(Controller):
 
         Token usage is to stay below `_full`.
         """
-        fits = float(self._fits)  # number of requests that fill the pool, as estimated at the start
+        # At first, the number of requests that fill the pool is an estimate from their expected lengths.
+        fits = float(self._fits)
         # Use the means only once they cover the whole running time of a row.
         if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage

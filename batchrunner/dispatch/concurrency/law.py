@@ -254,7 +254,8 @@ class Controller:
 
     def _learn(self, now: float, reading: Reading) -> float:
         """Update the averages with a load sample; return the seconds since the last sample."""
-        at_work = reading.in_flight - reading.queue  # including requests that are under way to the scheduler
+        # Requests that are under way to the scheduler count as at work, because no gauge shows them.
+        at_work = reading.in_flight - reading.queue
         # The totals start at the first sample, so that the first differences are 0.
         if self._fresh_at is None:
             self._fresh_at = now
@@ -302,6 +303,7 @@ class Controller:
     def _steer(self, now: float, reading: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
         """Move the window by the law in the module's docstring; return the change if it is large."""
         is_starting = self.state == "start" and reading.queue < self.band.low
+        # The scheduler has no queue, or only a short one at the start, so it may run more requests.
         if not is_full and (reading.queue == 0 or is_starting):
             return self._double(now, reading) if may_grow else []
         target = self._wanted_queue()
