@@ -409,7 +409,7 @@ class BundleSender:
         if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
             self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self.totals.rows_resent += len(unanswered)
-        if bundle.answers:  # The engine takes bundles, so these few rows are sent alone.
+        if bundle.answers:  # The engine takes bundles, so only the rows that it left out are sent alone.
             for row in unanswered:
                 row.answer.set_result(None)  # A result of None tells `send` to send the row alone.
             return

@@ -252,6 +252,8 @@ class ReuseDistance:
 
         They may if the leader was sent at least the reuse distance ago.
         """
+        # The leader's own tokens in its last prefill pass count as well, because they help to fill that pass,
+        # and no follower may be in it.
         in_pass = leader.new_tokens % self._pass_tokens
         return self._clock - leader.sent_clock >= (self._tokens - in_pass) * self._schedulers
 

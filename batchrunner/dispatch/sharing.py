@@ -77,7 +77,7 @@ class Account:
 
     @property
     def slot_cost(self) -> float:
-        """Mean cost of the rows that a slot does in CATCH_UP_S, but at least that of one row."""
+        """Mean cost of the rows that one slot completes in CATCH_UP_S; at least the cost of one row."""
         return self.row_cost * max(1.0, CATCH_UP_S / max(self.row_s, SHORTEST_ROW_S))
 
     def add(self, answer: Completion | None, seconds: float) -> None:

@@ -310,7 +310,7 @@ class RowTokenizer:
     async def _encode(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenize requests of one kind in a thread; return them unchanged if the engine tokenizes them."""
         kind = requests[0].kind
-        # The first batch of a kind chooses who tokenizes it. Other batches wait for that choice.
+        # The first batch of a kind chooses who tokenizes prompts of this kind. Other batches wait for that.
         async with self._choosing:
             if kind not in self._encoders:
                 self._choose_place(kind)

@@ -206,7 +206,7 @@ class LeasedRows(TaskRows):
                 wait.end()
                 if lease is not None or is_over:
                     return lease
-            # Free rows are there, but left to other workers. This worker may soon take some of them.
+            # Free rows were left to other workers, but this worker may be allowed some of them soon.
             sleep(SHORT_POLL_S if self._rows_free else self._pause_before_look())
         return None
 

@@ -120,7 +120,7 @@ class BackgroundController(Controller):
         gap_s = self._learn(now, reading)
         most_users = self._count_users(gap_s, reading)
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
-        # So many requests may be queued ahead: those whose predecessors end within a forward pass.
+        # About this many rows end within a forward pass, so as many requests may wait for their slots.
         ahead = math.ceil(self._rate * PASS_S) + 1
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
         # Our rows get what the slots and the KV pool allow, less all requests that may be the users'.

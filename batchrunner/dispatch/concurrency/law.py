@@ -397,7 +397,7 @@ class Controller:
         ]
 
     def _find_corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
-        """Return the load state of this sample, None if no state fits.
+        """Return the load state of this sample; None if no state fits.
 
         `in_use` is whether the run fills its window. If the input is too slow for that, the load says nothing
         about the engine, so the result is None.
