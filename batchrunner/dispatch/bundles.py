@@ -370,6 +370,7 @@ class BundleSender:
         """Send rows in one request; a single row returns to its `send` call, which sends it alone."""
         if len(rows) > 1 and self.one_by_one is None:
             task = asyncio.ensure_future(self._send_bundle(Bundle(rows)))
+            # `close` cancels the tasks in this set. The set also keeps them from being garbage collected.
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
             return

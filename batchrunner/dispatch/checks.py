@@ -351,6 +351,7 @@ class AnswerConditions:
         row_schema = request.sampling.get("json_schema")
         if not self._by_row or row_schema is None:
             return self._validator
+        # Validators are cached by the text of the schema.
         is_text = isinstance(row_schema, str)
         return _validator_of_text(row_schema if is_text else orjson.dumps(row_schema).decode())
 

@@ -369,6 +369,7 @@ class Rollouts:
     def _shared_process(self) -> RolloutProcess:
         """Return a new process if all processes are busy and one more is allowed, else the least busy one."""
         shared = [process for process in self._processes if process.is_shared]
+        # `all` is true if there is no process yet.
         are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
         if are_busy and len(shared) < self.functions.most_processes:
             return self._new_process(is_shared=True)

@@ -205,9 +205,10 @@ class RunSignals:
     def _stop_at_once(self, reason: str) -> None:
         """Cancel the rows in flight. At a second call, or if no rows are in flight, end the process."""
         if self._stops_at_once or self._control.stage != "sending":
-            self._end_process()
+            self._end_process()  # This call does not return.
         self._stops_at_once = True
         self._on_loop(self._control.stop, reason)
+        # The timer is for a run that does not end by itself, for example because a thread is blocked.
         self._after(TIMING.stop_at_once, self._end_process)
 
     def _end_in(self, *stages: str) -> None:

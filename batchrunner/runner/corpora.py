@@ -161,7 +161,7 @@ class CorpusFeeder:
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
         """Tell whether a corpus would speed the run up, according to a replay of its answers.
 
-        The replay is repeated each time the number of output tokens has doubled.
+        `tokens` is the size of the answers. The replay is repeated each time that it has doubled.
         """
         if not self._judged_tokens or tokens >= 2 * self._judged_tokens:
             gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])

@@ -180,7 +180,7 @@ class Leases:
         is_created = self._create(_name(number, turn), orjson.dumps({"task": self._task}))
         # An earlier call by this worker may have created the file and then failed.
         is_ours = is_created or self._holder(number, turn) == self._task
-        self._note(number, turn, ended=False)
+        self._note(number, turn, ended=False)  # Whoever took the lease, it is no longer free.
         return self._lease(number) if is_ours else None
 
     def end(self, lease: Lease, remaining: BitMap64) -> None:

@@ -247,6 +247,7 @@ class MeasuringEngine(ObservedEngine):
         """Count the tokens of an answer."""
         self._last = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
+        # Without a reported number, a completion counts as one token.
         tokens = sum(count or 1 for count in completion.completion_tokens)
         self.watch.row_ended(prompt, cached, tokens, completion.retractions)
         if len(self._answers) < MOST_ANSWERS:
