@@ -27,6 +27,7 @@ class Stream(AsyncIterator[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # A plain `for` needs an event loop of its own, in another thread.
         async def next_row() -> dict[str, Any] | None:
+            # None follows the last row.
             return await anext(self._rows, None)
 
         with LoopThread() as loop:

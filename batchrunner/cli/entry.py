@@ -93,7 +93,7 @@ class CommandGroup(TyperGroup):
         With `standalone_mode=False` the exit code is returned instead. With `--json` among the arguments, an
         error is also printed as a JSON object on standard output.
         """
-        # The parameters of typer's own `main`, which may come by position.
+        # Typer's own `main` takes these two parameters by position, too.
         options = {**dict(zip(("args", "prog_name"), positional, strict=False)), **options}
         args = options.pop("args", None)
         words = list(sys.argv[1:] if args is None else args)

@@ -121,10 +121,10 @@ class FailedAttempt(NamedTuple):
     has_other_route: bool = False
     """Whether there is a route, not suspended, on which the row has not yet had a failure of this kind."""
     is_confirmed: bool = False
-    """Whether the row had a failure of this kind before, and at least one of the routes on which it failed is
-    in order, so that the row itself is at fault."""
+    """Whether the row itself is at fault: it had a failure of this kind before, and at least one of the
+    routes on which it failed works."""
     was_refused: bool = False
-    """Whether a route that is in order refused the row in an earlier attempt."""
+    """Whether a route that works refused the row in an earlier attempt."""
     failures: int = 1
     """Number of failed attempts that may be the row's fault, including this one."""
     max_attempts: int = 5
@@ -197,7 +197,8 @@ class RouteTally(msgspec.Struct):
     refused: int
     """Refusals by the route before it first refused the row."""
     refusals: int = 0
-    """Number of later refusals that came while the route answered other requests."""
+    """Number of refusals of this row, after the first one, that came while the route answered other requests.
+    """
 
 
 class Refusals(msgspec.Struct):
@@ -217,18 +218,22 @@ class Refusals(msgspec.Struct):
     """Counts of each route that refused the row."""
 
     def record(self, record: RouteRecord, now: float) -> None:
-        """Record a refusal by a route. A route's first refusal of this row also counts in its record."""
+        """Record a refusal by a route.
+
+        If it is the route's first refusal of this row, the record of the route counts it too.
+        """
         self.total += 1
         # The route answers other requests if it answered one that was sent after the row's last refusal.
         self.answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)
-        # First refusal by this route. It is no evidence against the row yet, because the route may just have
-        # gone down.
         if tally is None:
+            # A first refusal by a route is no evidence against the row, because the route may just have gone
+            # down.
             self.by_route[record] = RouteTally(answered=record.answered, refused=record.refused)
             record.record_refusal()
         elif self.answers_others:
+            # The route refuses this row again although it answers others: this is evidence against the row.
             tally.refusals += 1
             self.count += 1
 
@@ -251,7 +256,11 @@ class RefusalCause(Enum):
 def cause_of(
     refusals: Refusals, record: RouteRecord, *, others_in_flight: bool, max_attempts: int
 ) -> RefusalCause:
-    """Return the cause of a row's temporary refusals; `record` is that of the route that refused it last."""
+    """Return the cause of a row's temporary refusals, as far as it is known.
+
+    `record` is the record of the route that refused the row last. If the cause is not known otherwise, a
+    control shows it: a request that this route should answer.
+    """
     if is_culprit(refusals, max_attempts):
         return RefusalCause.ROW
     if refusals.total == 1:  # One refusal is no evidence, because the engine may just have had no room.
@@ -301,11 +310,14 @@ class FailureHistory(msgspec.Struct):
 
     @property
     def was_refused(self) -> bool:
-        """Whether a route that is in order has refused the row."""
+        """Whether a route that works has refused the row."""
         return any(route.is_in_order for route in self.refused_by)
 
     def failed_routes(self, kind: FailureKind) -> tuple[Route, ...]:
-        """Return the routes on which the row failed (for the kinds FAILED), or was refused as faulty."""
+        """Return the routes on which the row failed.
+
+        If `kind` is not in FAILED, return the routes that refused the row as faulty.
+        """
         return self.failed_on if kind in FAILED else self.refused_by
 
     def failed_routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:
@@ -324,14 +336,16 @@ class FailureHistory(msgspec.Struct):
         return self.refusals
 
     def add(self, kind: FailureKind, fate: Fate, route: Route, error: RequestError) -> None:
-        """Record a failed attempt and the fate that the table gave the row."""
+        """Record a failed attempt and the fate that the table RULES gave the row."""
         if kind is FailureKind.DIED:
             self.deaths += 1
         elif kind in FAILED:
             self.failed_on = self.failed_routes_with(kind, route)
+            # If another route answers the row, this route is at fault, and the attempt does not count.
             if fate is not Fate.ASK_ANOTHER:
                 self.failures += 1
         elif fate is Fate.ASK_ANOTHER:
+            # The server refused the row as faulty, and another server is asked for a second opinion.
             self.refused_by = self.failed_routes_with(kind, route)
             self.refusal = error
 
@@ -359,7 +373,10 @@ _PROMPTS: dict[str, tuple[str, Any]] = {
 
 
 def control_for(record: RouteRecord, refused: Request) -> Request:
-    """Return a cheap form of the route's last answered request, or of the refused one if there is none."""
+    """Return a control: a cheap request that the route should answer, although it refused `refused`.
+
+    It is made from the request that the route answered last, or from the refused one if there is none.
+    """
     request = record.last or refused
     prompt: Any = request.prompt
     if request.kind == "body":

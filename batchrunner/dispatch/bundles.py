@@ -42,7 +42,8 @@ class BundleTotals:
     most_rows: int = 0
     """Largest number of rows in one request."""
     rows_resent: int = 0
-    """Number of rows sent again because the engine refused their bundle or did not answer them in it."""
+    """Number of rows that were sent again, because the engine refused their bundle or left them unanswered.
+    """
 
     def add(self, rows: int) -> None:
         """Count a request with this number of rows."""
@@ -141,8 +142,9 @@ SHORT_TOKENS = 16
 PERIOD_S = 0.25
 """Minimum length, in seconds, of a period after which the bundle size is computed from the ended rows."""
 SHARE = 4
-"""A route must have at least this many outstanding rows for each row of a bundle. A larger bundle would have
-to wait for rows that have only just begun, and the server would have too few rows while it is in transit."""
+"""A bundle holds at most one in this many of the rows that are outstanding on its route. A larger bundle
+would have to wait for rows that have only just begun, and the server would have too few rows while it is in
+transit."""
 
 
 class BundleSize:
@@ -194,7 +196,7 @@ class BundleSize:
             return
         if self._since is None:
             self._since = self._burst_began = now
-        if now - self._burst_began > self._fill_s:
+        if now - self._burst_began > self._fill_s:  # This row begins a new burst.
             self._ended += self._burst
             self._squares += self._burst * self._burst
             self._burst_began, self._burst = now, 0
@@ -208,10 +210,14 @@ class BundleSize:
         """
         if self._fixed is not None:
             return self._fixed
+        # A bundle holds at most 1/SHARE of the outstanding rows, so that the server keeps enough of them.
         return min(self._rows, outstanding // SHARE)
 
     def _end_period(self, now: float, span_s: float) -> None:
-        """Compute the bundle size from the bursts of a period of `span_s` seconds, if that is long enough."""
+        """Compute the bundle size from the bursts of a period of `span_s` seconds, if that is long enough.
+
+        A burst is the rows that ended within the time for which a bundle may fill.
+        """
         if span_s >= PERIOD_S:
             is_fast = self._ended >= LEAST_ROWS_S * span_s
             # The sum of squares divided by the number of rows is the mean burst size, weighted by rows: the
@@ -315,6 +321,7 @@ class BundleSender:
 
     def _may_share(self, request: Request) -> bool:
         """Tell whether a request may be sent in a bundle; log each reason against it once."""
+        # A reason against all bundles on this route comes before one that concerns only this request.
         why = self.one_by_one or why_alone(request)
         if why is not None and why not in self._logged:
             self._logged.add(why)
@@ -363,6 +370,7 @@ class BundleSender:
         """Send rows in one request; a single row returns to its `send` call, which sends it alone."""
         if len(rows) > 1 and self.one_by_one is None:
             task = asyncio.ensure_future(self._send_bundle(Bundle(rows)))
+            # `close` cancels the tasks in this set. The set also keeps them from being garbage collected.
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
             return
@@ -402,7 +410,7 @@ class BundleSender:
         if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
             self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self.totals.rows_resent += len(unanswered)
-        if bundle.answers:
+        if bundle.answers:  # The engine takes bundles, so only the rows that it left out are sent alone.
             for row in unanswered:
                 row.answer.set_result(None)  # A result of None tells `send` to send the row alone.
             return
@@ -439,6 +447,7 @@ class BundleSenders:
         self._one_by_one: str | None = None
         # A bundle without decoding has a single reply, so the engine's reasons against bundles do not apply.
         if passes is None:
+            # `only_short_share` is a reason only against bundles of rows with long outputs.
             self._one_by_one = info.one_by_one or (None if self._short else info.only_short_share)
 
     def sender_to(self, url: str) -> BundleSender:

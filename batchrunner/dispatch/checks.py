@@ -81,7 +81,9 @@ class AnswerChecker:
         self._conditions = AnswerConditions(job, plan, columns)
         self._check = job.accept
         self._tries = plan.tries
+        """Maximum number of answers of a row, without those that are requested again with more tokens."""
         self._lengthens = plan.on_length == "longer"
+        """Whether a truncated answer is requested again with more tokens."""
         self._tokenizer = tokenizer
         self._functions = functions if functions is not None and CHECK in functions.facts else None
         self._ends_padding = False
@@ -349,6 +351,7 @@ class AnswerConditions:
         row_schema = request.sampling.get("json_schema")
         if not self._by_row or row_schema is None:
             return self._validator
+        # Validators are cached by the text of the schema.
         is_text = isinstance(row_schema, str)
         return _validator_of_text(row_schema if is_text else orjson.dumps(row_schema).decode())
 

@@ -94,6 +94,7 @@ class Dispatcher:
                     if route is None:
                         await self.backlog.wait_for_rows()
                     else:
+                        # `row` is None if `has_for` was wrong. Then `_use_slot` only frees the slot.
                         row = self.backlog.take(route)
                         group.create_task(self._use_slot(row, route))
                 # Rollouts still store the answers to requests that are in flight.
@@ -191,10 +192,14 @@ class Dispatcher:
         route.ended.add(completion)
         if self.routes.account is not None:
             self.routes.account.add(completion, seconds=now - row.sent_at)
+        # The prompt has certainly been computed by now, so followers can use its prefix from the cache.
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
     def _contradict(self, route: Route, now: float) -> None:
-        """Record that another route answered a row that failed on `route`; suspend it after a few rows."""
+        """Record that another route answered a row that failed on `route`.
+
+        After a few such rows, suspend `route`.
+        """
         doubt = route.doubt
         if doubt is None:
             return
@@ -202,7 +207,7 @@ class Dispatcher:
         if doubt.contradicted < MOST_CONTRADICTED:
             return
         suspension_s = route.suspend(now)
-        if suspension_s is not None:
+        if suspension_s is not None:  # None: the route was suspended already.
             message = "%s gets no rows for %g s: other replicas answer rows that fail on it (%s)"
             log.warning(message, route.url, suspension_s, doubt.reason)
             self.events.write("route_out", route=route.url, seconds=suspension_s, why=doubt.reason)
@@ -292,6 +297,8 @@ class Dispatcher:
         assert history is not None
         failed_before = bool(history.failed_routes(kind))
         failed_routes = history.failed_routes_with(kind, route)
+        # Routes that are down may all fail a good row. So a repeated failure confirms that the row is to
+        # blame only if one of the routes works.
         return FailedAttempt(
             kind,
             has_other_route=self.routes.has_others(failed_routes),
@@ -312,7 +319,11 @@ class Dispatcher:
             self.load_control.narrow(route.url, str(error), now)
 
     async def _send_control(self, row: PendingRow, route: Route) -> None:
-        """Send a control, which is a request that the route should answer, in the slot of the refused row."""
+        """Send a control in the slot of a refused row.
+
+        A control is a request that the route should answer. Its answer is evidence that the row itself causes
+        the refusals, and not the route.
+        """
         record = route.record
         record.has_control = True
         self._in_flight[row] = None
@@ -323,7 +334,7 @@ class Dispatcher:
             if failure.body is None or isinstance(failure, EngineBusyError):
                 record.record_refusal()
                 return
-            # A working server sent any other error, so the error counts as an answer below.
+            # Any other error comes from a server that works, so it counts as an answer below.
         finally:
             record.has_control = False
             del self._in_flight[row]

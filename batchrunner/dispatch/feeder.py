@@ -82,9 +82,11 @@ class Feeder:
         await self.backlog.wait_for_room()
 
     async def _prime(self, tasks: Sequence[PrimeTask]) -> None:
-        """Compute shared prefixes on an empty engine, round by round: request one output token per prefix.
+        """Compute shared prefixes on an empty engine, by a request for one output token after each prefix.
 
-        Errors are ignored, because the rows of these tasks are sent again later and will show them.
+        A prefix that begins with another prefix is requested in a later round than that prefix, so that it
+        uses the cached one. Errors are ignored, because the rows of these tasks are sent again later and will
+        show them.
         """
         by_round = attrgetter("round")
         for _, round_tasks in groupby(sorted(tasks, key=by_round), key=by_round):

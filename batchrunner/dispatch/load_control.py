@@ -78,6 +78,7 @@ class LoadControl:
         """Remove a run that has ended; the other runs get its slots."""
         self._runs.remove(run)
         if self._runs:
+            # The windows have not changed, but fewer runs share them.
             self._apply(())
         elif self._poll is not None:  # No run waits for the poll any more.
             self._poll.cancel()
@@ -106,6 +107,7 @@ class LoadControl:
             limit.in_flight = sum(run.routes.open(limit.url, limit.ended).in_flight for run in self._runs)
         unsent = sum(run.backlog.unsent for run in self._runs)
         self._apply(self.concurrency.observe(loads, now, unsent=unsent))
+        # In a background run, users may need the slots of rows in flight.
         for limit, allowed in self.concurrency.routes_to_relieve():
             self._engine.preempt(limit.url, allowed)
         return loads, now
@@ -121,6 +123,7 @@ class LoadControl:
         """
         changes = [*changes]
         unsent = [run.backlog.unsent for run in self._runs]
+        # A run gets slots for the rows that it can send now, and SPARE slots for those that come soon.
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for limit in self.concurrency.routes:
             window = self.concurrency.window_of(limit)
@@ -158,7 +161,10 @@ def _account_of(run: SendingRun) -> Account:
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
-    """Write changes of windows and load states (corners) to the event log; log that a server holds back."""
+    """Write changes of windows and load states (corners) to the event log.
+
+    If a scheduler enters the load state `held`, tell the user: the server holds requests back.
+    """
     for change in changes:
         events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
         if isinstance(change, CornerChange) and change.corner == Corner.HELD:

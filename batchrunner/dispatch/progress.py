@@ -124,7 +124,8 @@ class TimeLeft:
         self._rows = self._rows * weight + ended
         self._seconds = self._seconds * weight + now - self._ended
         self._done, self._ended = done, now
-        self._trust *= weight  # The more rows have ended, the less the estimate counts.
+        # The more rows have ended, the less the estimate counts.
+        self._trust *= weight
 
     def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
         """Tell whether rows are much slower or quicker than estimated, and by more than chance explains.
@@ -167,7 +168,8 @@ class LoadSummary:
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a load sample, weighted by the seconds since the last sample.
 
-        A background run has no steady time. Its time is divided between the users and the run.
+        A scheduler's steady time lies between the start and the tail of the run. A background run has no
+        steady time. Its time is divided between the users and the run.
         """
         span_s = 0.0 if self._last is None else now - self._last
         self._last = now
@@ -185,7 +187,8 @@ class LoadSummary:
     def _add_background(self, load: SchedulerLoad, controller: BackgroundController, span_s: float) -> None:
         """Split a span of a live server's time between its users and this run.
 
-        Each gets a part in proportion to its number of requests.
+        Each gets a part in proportion to its number of requests. The time in which there are no requests
+        belongs to neither.
         """
         requests = load.running + load.queue
         users_share = min(1.0, controller.users / max(1, requests))
@@ -195,7 +198,7 @@ class LoadSummary:
         self._sums["served"] += span_s
 
     def _add_steady(self, load: SchedulerLoad, controller: Controller, span_s: float) -> None:
-        """Add a span of a scheduler's steady time with this load."""
+        """Add a span of time in which a scheduler had this load to the sums over its steady time."""
         sums, band = self._sums, controller.band
         sums["steady"] += span_s
         sums["in_band"] += span_s * (band.low <= load.queue <= band.high)

@@ -75,7 +75,7 @@ class PendingRow(msgspec.Struct, eq=False):
     answers: AnswerHistory | None = None
     """The row's earlier answers; None if answers are not checked, or before the first answer."""
     turn: Turn | None = None
-    """The turn of a rollout that this request belongs to; None for a row of the input."""
+    """The turn of a rollout, if the row is a request of that rollout; None for a row of the input."""
 
     @property
     def is_wanted(self) -> bool:
@@ -133,7 +133,8 @@ class ResultSink(Protocol):
 
 
 FEWER = 16
-"""Divisor, for each engine death, of the number of suspected rows that may be in flight at once."""
+"""Rows that were in flight at an engine death may fill only a part of the window. With each death that such
+rows have seen, this part is divided by this number."""
 
 
 class PoisonRows:
@@ -156,11 +157,15 @@ class PoisonRows:
         self._waiting[row.deaths].append(row)
 
     def next(self, route: Route) -> deque[PendingRow] | None:
-        """Return a queue of suspects whose first row may be sent to a route now; None if there is none."""
+        """Return a queue of suspects whose first row may be sent to a route now; None if there is none.
+
+        A suspect is a row that was in flight at an engine death.
+        """
         if not self._waiting:  # The common case comes first, because this method is called for each row.
             return None
         # The worst suspects come first. A suspect that would be given up at the next death is sent alone.
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
+            # The more deaths its rows have seen, the fewer rows of a queue may be in flight at once.
             limit = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
             if rows and self._in_flight[deaths] < limit and self._routes.may_get(route, rows[0].avoided):
                 return rows
@@ -205,6 +210,7 @@ class DispatchQueue:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._for_any_route: deque[PendingRow] = deque()
+        """Rows that failed on no route, in the order of sending."""
         self._turns: deque[PendingRow] = deque()
         """Later requests of rollouts; they are sent before all other rows."""
         self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)
@@ -214,7 +220,7 @@ class DispatchQueue:
         self._bytes = 0
 
     def __len__(self) -> int:
-        """Count all rows."""
+        """Return the number of rows in the queue."""
         return self._count
 
     @property
@@ -252,7 +258,7 @@ class DispatchQueue:
     def take(self, route: Route) -> PendingRow | None:
         """Take the next row for a route; None if the route should wait.
 
-        The route's slot is already counted.
+        The caller has already counted the row's slot in `in_flight` of the route.
         """
         row = self._next(route)
         if row is not None:
@@ -266,7 +272,7 @@ class DispatchQueue:
         Rows whose prefix group belongs to another route are kept for that route.
         """
         if route.kept:
-            route.promised -= 1
+            route.promised -= 1  # A kept row is promised to its route until the route takes it.
             row: PendingRow = route.kept.popleft()
             return row
         if self._avoiding and (avoiding := self._avoiding_others(route)):
@@ -343,6 +349,7 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
         rows_to_move[group] = min(rows_of[group], half - rows_to_move.total())
         if rows_to_move[group] == rows_of[group]:
+            # The group moves as a whole, so its rows that are still to come go to the other route, too.
             group.home = route
             busiest.promised -= group.to_come
             route.promised += group.to_come
@@ -390,7 +397,9 @@ class Backlog:
         self.is_stopping = False
         """Whether no row is sent any more."""
         self._sendable = asyncio.Event()
+        """Set when rows may have become sendable; the dispatcher waits for it."""
         self._room = asyncio.Event()
+        """Set when there may be room in the dispatch queue; the feeder waits for it if the queue is full."""
 
     @property
     def unsent(self) -> int:
@@ -493,7 +502,7 @@ class Backlog:
         for ref in row.duplicates:  # They were never sent.
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
         self._unended -= 1
-        if self._unended == 0:
+        if self._unended == 0:  # The dispatcher may have nothing left to wait for.
             self.wake()
 
     def wake(self) -> None:

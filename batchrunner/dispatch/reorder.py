@@ -44,7 +44,7 @@ class _Branch(NamedTuple):
     """Rows with a common prefix."""
 
     leader: int
-    """Index of the row that is sent first."""
+    """Index of the row of the branch that is sent first."""
     rows: int
     """Number of rows, including the leader."""
 
@@ -106,7 +106,7 @@ class _Tree:
         self._open[-1][1].extend(branches)
 
     def _close(self, depth: int, branches: list[_Branch]) -> _Branch:
-        """Choose the leader of a node, let those of its other branches follow it, and join the branches."""
+        """Choose the leader of a node, which the leaders of the other branches follow; join the branches."""
         leader = max(branches, key=self._rank).leader
         rows = sum(branch.rows for branch in branches)
         for branch in branches:
@@ -120,7 +120,8 @@ class _Tree:
         A row that was sent already comes first, then the leader with the most rows, then the one with the
         longest prompt.
         """
-        return branch.leader < self._sent, branch.rows, len(self._prefixes[branch.leader])
+        is_sent = branch.leader < self._sent  # The sent rows come first in the list of prefixes.
+        return is_sent, branch.rows, len(self._prefixes[branch.leader])
 
 
 class OrderedRow(PendingRow, eq=False):
@@ -135,7 +136,8 @@ class OrderedRow(PendingRow, eq=False):
     template: int = 0
     """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
     leader: OrderedRow | None = None
-    """The row that is sent first, with the same prefix; None if the row follows no other row."""
+    """The row whose prefix this row shares, and which is sent before it; None if the row follows no other
+    row."""
     shared_bytes: int = 0
     """Length, in bytes, of the prefix that the row shares with its leader."""
     followers: list[OrderedRow] = msgspec.field(default_factory=list)
@@ -154,12 +156,12 @@ class OrderedRow(PendingRow, eq=False):
 PASS_TOKENS = 8192
 """Assumed tokens of a prefill pass if the engine does not report them: SGLang's chunk on GPUs of 80 GB."""
 PASSES = 1.1
-"""Initial reuse distance in prefill passes: above 1 because token counts are estimated."""
+"""Initial reuse distance, in prefill passes. It is more than 1, because token counts are estimated."""
 POOL_SHARE = 0.15
 """Maximum initial reuse distance, as a fraction of the KV pool."""
 MOST_POOL_SHARE = 0.3
-"""Maximum later reuse distance, as a fraction of the KV pool. A prefix that was last used within this
-distance counts as still cached."""
+"""Maximum to which the reuse distance may grow later, as a fraction of the KV pool. A prefix that was last
+used within this distance counts as still cached."""
 LEAST_PASSES = 1 / 8
 """Minimum reuse distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
@@ -242,19 +244,24 @@ class ReuseDistance:
         row.new_tokens = (row.prompt_bytes - row.shared_bytes) / self.bytes_a_token
         self._clock += row.new_tokens
         row.sent_clock = row.used_clock = self._clock
-        if row.leader is not None:
+        if row.leader is not None:  # The row uses the leader's prefix, so the cache keeps that prefix longer.
             row.leader.used_clock = self._clock
 
     def is_reached(self, leader: OrderedRow) -> bool:
-        """Tell whether a sent leader is far enough ahead of its followers."""
+        """Tell whether the followers of a leader may be sent.
+
+        They may if the leader was sent at least the reuse distance ago.
+        """
+        # The leader's own tokens in its last prefill pass count as well, because they help to fill that pass,
+        # and no follower may be in it.
         in_pass = leader.new_tokens % self._pass_tokens
         return self._clock - leader.sent_clock >= (self._tokens - in_pass) * self._schedulers
 
     def keeps(self, clock: float, more_bytes: int = 0) -> bool:
         """Tell whether a prefix is still in the prefix cache.
 
-        `clock` is the value of the clock at the prefix's last use. `more_bytes` of prompts will be sent
-        before the prefix is used again.
+        The clock counts the prefill tokens that were sent so far. `clock` is its value at the prefix's last
+        use. `more_bytes` of prompts will be sent before the prefix is used again.
         """
         ahead = self._clock - clock + more_bytes / self.bytes_a_token
         return ahead <= self._most * self._schedulers
@@ -339,18 +346,18 @@ BEHIND = 1 << 60
 
 
 HeldFollower: TypeAlias = "tuple[float, int, int, OrderedRow]"
-"""A follower that is held back until its leader was sent long before: the leader's `sent_clock`, a serial
-number, so that a heap never compares rows, the rank among due followers (the lowest goes first), and the
-row."""
+"""A follower that is held back until its leader was sent at least the reuse distance ago: the leader's
+`sent_clock`; a serial number, so that a heap never compares rows; the rank among due followers (the lowest
+goes first); and the row."""
 DueFollower: TypeAlias = "tuple[int, int, OrderedRow]"
-"""A follower that may be sent, because its leader was sent long enough before: the rank (the lowest goes
-first), a serial number, so that a heap never compares rows, and the row."""
+"""A follower that may be sent now: its rank (the lowest goes first); a serial number, so that a heap never
+compares rows; and the row."""
 
 
 class FollowerRelease:
     """Holds back rows that are ready to send.
 
-    Leaders go in order. Followers go once their leader is far enough ahead.
+    Leaders go in order. A follower goes once its leader was sent at least the reuse distance ago.
     """
 
     def __init__(self, distance: ReuseDistance | None) -> None:
@@ -362,11 +369,12 @@ class FollowerRelease:
         """Heap of the followers that are held back."""
         self._held_bytes = 0
         self._due: list[DueFollower] = []
-        """Heap of the followers that may be sent now, because their leader was sent long enough before."""
+        """Heap of the followers that may be sent now, because their leader was sent at least the reuse
+        distance ago."""
         self._serial = count()
 
     def __len__(self) -> int:
-        """Count the rows that were not sent yet."""
+        """Return the number of rows that were not sent yet."""
         return len(self._leaders) + len(self._held) + len(self._due)
 
     def add(self, leaders: Iterable[OrderedRow]) -> None:
@@ -378,16 +386,17 @@ class FollowerRelease:
     def hold_followers(self, leader: OrderedRow) -> None:
         """Hold back the followers of a sent row.
 
-        If followers must go before they are due, those that lead other rows go first, then those with a long
-        prefix.
+        If followers must be sent early, for example because too many rows are held back, those that lead
+        other rows go first, then those with a long prefix.
         """
         if not leader.followers:
             return
-        # This order counts only if followers must go before they are due.
+        # The serial number keeps this order among the held followers of the leader. It counts only for
+        # followers that are sent early: `rank` is the order of those that wait until they are due.
         leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
         for turn, row in enumerate(leader.followers):
-            # The rank among due followers. With the turn as the rank, followers of different leaders
-            # alternate. A follower that leads other rows goes behind all of these.
+            # With the turn as the rank, due followers of different leaders alternate. A follower that leads
+            # other rows goes behind all of these.
             rank = BEHIND - row.shared_bytes if row.followers else turn
             heapq.heappush(self._held, (leader.sent_clock, next(self._serial), rank, row))
             self._held_bytes += row.memory_bytes
@@ -406,6 +415,7 @@ class FollowerRelease:
         if self._held:
             self._find_due()
         must_release = self._held and not self._due and self._would_evict()
+        # A leader goes if no follower is due. Near the end of the input, leaders go before due followers.
         leader_is_next = not must_release and (not self._due or (last and self._is_near_end()))
         if self._leaders and leader_is_next:
             row = self._leaders.popleft()
@@ -413,7 +423,7 @@ class FollowerRelease:
         elif self._due:
             row = heapq.heappop(self._due)[-1]
         elif self._held and (last or must_release or self._holds_most()):
-            # The follower is released before its leader is far enough ahead.
+            # The follower is sent early: the reuse distance between its leader and it is not reached.
             row = self._release_held()[-1]
         else:
             return None
@@ -451,7 +461,10 @@ class FollowerRelease:
         return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 
     def _find_due(self) -> None:
-        """Move the followers whose leaders are far enough ahead from the held to the due ones."""
+        """Move the followers that may be sent now from the held to the due ones.
+
+        A follower may be sent if its leader was sent at least the reuse distance ago.
+        """
         while self._held and self._distance is not None:
             leader = self._held[0][-1].leader
             assert leader is not None
@@ -511,7 +524,7 @@ IDS_BYTES = 16
 TEMPLATE_BYTES = 256
 """Number of bytes at the start of a prompt by which prompt templates are distinguished."""
 SENT_ROWS = 32
-"""Maximum number of sent rows that later rows may still follow."""
+"""Maximum number of sent rows that are kept, so that rows read later may follow them."""
 SENT_BYTES = 8 << 20
 """Maximum bytes of the prompts of sent rows that later rows may still follow."""
 COMMON_SHARE = 0.25
@@ -560,15 +573,18 @@ class Reorderer:
         self._by_length = by_length
         self.caches = caches
         self._window: list[OrderedRow] = []
+        """Rows that were read and are ordered together next."""
         self._window_bytes = 0
         self._sent: deque[OrderedRow] = deque(maxlen=SENT_ROWS)
+        """The newest leaders of earlier windows, which rows of later windows may follow."""
         self._release = FollowerRelease(distance)
         self._digests = RequestDigests()
         self._began = False
+        """Whether a row was sent."""
 
     @property
     def held(self) -> int:
-        """Number of rows that were read and not yet handed on."""
+        """Number of rows that were read and not yet handed on to the feeder."""
         return len(self._window) + len(self._release)
 
     def sharing(self) -> dict[str, Any]:
@@ -576,7 +592,7 @@ class Reorderer:
         return self._distance.as_dict() if self._distance is not None else {}
 
     def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
-        """Learn from an answer; return how that changed the reuse distance."""
+        """Learn from an answer; return the change of the reuse distance, or None if it stays."""
         if not isinstance(row, OrderedRow):  # A request of a rollout is not reordered.
             return None
         if self._lengths is not None:
@@ -690,6 +706,7 @@ class Reorderer:
             row, leader = rows[index], rows[place.leader]
             row.leader, row.shared_bytes = leader, place.shared_bytes
             leader.followers.append(row)
+        # The followers of a row of the window are held back when that row is sent. Sent rows need it now.
         for leader in sent_rows:
             self._release.hold_followers(leader)
         if self.caches > 1:
@@ -731,7 +748,11 @@ class Reorderer:
         return originals
 
     def _prime_leader_of(self, row: OrderedRow, primes: dict[OrderedRow, PrimeTask]) -> None:
-        """Add a prime task for the leader of a row, if both may be in the engine's first prefill pass."""
+        """Add a task to `primes` that computes the prompt of a row's leader before any row is sent.
+
+        This is done only if row and leader may be in the engine's first prefill pass. There they would both
+        compute the prefix that they share.
+        """
         leader, distance = row.leader, self._distance
         if not leader or not distance or not distance.is_first_pass(row):
             return

@@ -82,14 +82,15 @@ this share of the slots, but at least LEAST_AHEAD requests."""
 MOST_OPEN = 8192
 """Maximum number of open rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
-"""Minimum number of open rows in each process at which another process is started."""
+"""Another process is started if each process has at least this many open rows."""
 OWN_PROCESS_SUSPICION = 2
-"""Suspicion at which a row gets a process of its own. If a process dies, the row whose code was running gets
-2; if no code was running, each row of the process gets 1."""
+"""Suspicion at which a row gets a process of its own. If a process dies, the suspicion of the row whose code
+was running rises by 2. If no code was running, that of each row of the process rises by 1."""
 
 
 Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
-"""Result of a rollout function: the rows that it returns, and the error of its row, None without one."""
+"""Result of a rollout function: the rows that it returns, and the error of its input row (None if it
+succeeded)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +135,7 @@ class RolloutProcess(HookProcess):
         self.kill_reason: str | None = None
         """Reason for killing the process; None if there is none."""
         self._checks = self._blocked_checks = 0
+        """Number of checks of the process, and of those that found a long step."""
         self._long_steps = set[float]()
         """Start times of long steps. At most LONG_STEPS are kept."""
         self.is_loaded = asyncio.Event()
@@ -143,7 +145,8 @@ class RolloutProcess(HookProcess):
 
     async def connect(self) -> asyncio.StreamReader:
         """Open the connection to the process once its function is loaded. Raises HookLostError."""
-        await asyncio.to_thread(self.facts)
+        await asyncio.to_thread(self.facts)  # This blocks until the process has loaded the function.
+        # The connection closes its socket, so it gets a duplicate.
         connection = socket.socket(fileno=os.dup(self.channel.socket.fileno()))
         reader, self._writer = await asyncio.open_connection(sock=connection)
         self.is_loaded.set()
@@ -190,6 +193,7 @@ class RolloutProcess(HookProcess):
         self.rollouts[number] = rollout
         try:
             await self.is_loaded.wait()
+            # The frame starts the function. Its prompt holds nothing but the row.
             self.send(number, None, rollout.request.prompt[0])
             async with asyncio.timeout(limit_s):
                 return await rollout.result
@@ -224,9 +228,12 @@ class Rollouts:
         # `turns` is not reserved here, so a function may return its own value of it.
         self._reserved_columns = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
+        """Rollouts that have no outcome yet."""
         self._starting: set[Rollout] = set()
+        """Open rollouts that are about to send their first request."""
         self._processes: list[RolloutProcess] = []
         self._own_processes = asyncio.Semaphore(self.functions.most_processes)
+        """Limits the processes that each run a single rollout."""
         self._numbers = count(1)
         self._warned_of_block = False
 
@@ -295,7 +302,7 @@ class Rollouts:
         outcome = _outcome_of(rollout, rows, error and hidden(error), time.monotonic() - began)
         await self._drop_answers(rollout, is_done=error is None)
         self._open.discard(rollout)
-        self._starting.discard(rollout)
+        self._starting.discard(rollout)  # It is still among the starting ones if it sent no request.
         await self.backlog.end(PendingRow(rollout.request), outcome)
         self.backlog.wake()
 
@@ -362,6 +369,7 @@ class Rollouts:
     def _shared_process(self) -> RolloutProcess:
         """Return a new process if all processes are busy and one more is allowed, else the least busy one."""
         shared = [process for process in self._processes if process.is_shared]
+        # `all` is true if there is no process yet.
         are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
         if are_busy and len(shared) < self.functions.most_processes:
             return self._new_process(is_shared=True)
@@ -382,7 +390,7 @@ class Rollouts:
             while True:
                 number, question, value = await read_frame(reader)
                 rollout = process.rollouts.get(number)
-                if rollout is None or rollout.result.done():
+                if rollout is None or rollout.result.done():  # The rollout has ended, maybe by a limit.
                     continue
                 if question is None:  # The function has ended, and `value` is its result.
                     rollout.result.set_result(value)
@@ -548,6 +556,7 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
         columns={
             TURNS: [len(outcomes)],
             MADE_ROWS: rows,
+            # The last request is kept for a failed row only, where it helps to find the cause.
             CONVERSATION: [rollout.last_request if error is not None and rollout.last_request else None],
             ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },

@@ -55,9 +55,9 @@ class RouteRecord:
     """
 
     answered: int = 0
-    """Number of answers that count (see `RouteRecord`)."""
+    """Number of answers to the first attempt of a row or to a control."""
     refused: int = 0
-    """Number of temporary refusals that count (see `RouteRecord`)."""
+    """Number of temporary refusals. A row or a control counts at most once."""
     newest: float = 0.0
     """Time at which the newest answered request was sent, in seconds of the monotonic clock."""
     last: Request | None = None
@@ -140,7 +140,7 @@ class Route:
         """Suspend the route; return the length in seconds, or None if it is already suspended."""
         if self.is_suspended and self.cools_until > now:
             return None
-        # After an answer the length is 0 again, so the first suspension follows.
+        # An answer sets the length back to 0. The next suspension then lasts for FIRST_SUSPENSION_S.
         self._suspension_s = min(self._suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
         self.cools_until = now + self._suspension_s
         return self._suspension_s
@@ -182,7 +182,7 @@ class Routes:
 
     @property
     def window(self) -> int:
-        """Sum of all windows."""
+        """Sum of the windows of all routes."""
         return sum(route.window for route in self)
 
     def least_used(self) -> Route:
@@ -228,7 +228,7 @@ class Routes:
         return max(0.0, route.cools_until - now)
 
     def has_others(self, than: Collection[Route]) -> bool:
-        """Tell whether any route other than those in `than` is not suspended."""
+        """Tell whether there is a route that is not in `than` and not suspended."""
         return not all(route.is_suspended or route in than for route in self)
 
     def may_get(self, route: Route, avoided: Collection[Route]) -> bool:

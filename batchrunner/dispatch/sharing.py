@@ -55,8 +55,8 @@ class Account:
     """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
     that an account cannot save up time of the engine."""
     rows_averaged: int = 0
-    """Weight of `row_cost` in rows, at most ROWS_AVERAGED. If `row_cost` was copied from other accounts, it
-    has the full weight. With 0, no cost is known yet."""
+    """Number of ended rows of which `row_cost` is the mean, at most ROWS_AVERAGED. It is ROWS_AVERAGED if
+    `row_cost` was copied from other accounts, and 0 if no cost is known yet."""
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
     row_s: float = CATCH_UP_S
@@ -72,12 +72,12 @@ class Account:
 
     @property
     def time(self) -> float:
-        """Virtual time: the cost of the ended rows for each unit of the share."""
+        """Virtual time: the cost of the ended rows divided by the share."""
         return self.cost / self.share
 
     @property
     def slot_cost(self) -> float:
-        """Mean cost of the rows that a slot does in CATCH_UP_S, but at least that of one row."""
+        """Mean cost of the rows that one slot completes in CATCH_UP_S; at least the cost of one row."""
         return self.row_cost * max(1.0, CATCH_UP_S / max(self.row_s, SHORTEST_ROW_S))
 
     def add(self, answer: Completion | None, seconds: float) -> None:
@@ -106,7 +106,10 @@ class Account:
         self.share = share
 
     def advance_to(self, time: float) -> None:
-        """Raise the virtual time to at least `time`."""
+        """Raise the virtual time to at least `time`.
+
+        The virtual time is the cost of the account's rows divided by its share.
+        """
         self.cost = max(self.cost, time * self.share)
 
     def begin_beside(self, in_flight: Mapping[Account, int]) -> None:
@@ -117,11 +120,12 @@ class Account:
         a row of the other accounts, or to cost as much as the prompts of this account if that is more. A
         wrong assumption would give this account far too many or too few slots.
         """
-        known = [other for other in in_flight if other.rows_averaged]
+        known = [other for other in in_flight if other.rows_averaged]  # accounts whose row cost is known
         if known and not self.rows_averaged:
             mean_cost = math.fsum(other.row_cost for other in known) / len(known)
             self.row_cost, self.rows_averaged = max(mean_cost, self.prompt_tokens), ROWS_AVERAGED
             self.row_s = math.fsum(other.row_s for other in known) / len(known)
+        # The virtual times of the other accounts, as if their rows in flight had ended.
         times = [
             (other.cost + (rows * other.row_cost if other in known else 0.0)) / other.share
             for other, rows in in_flight.items()
@@ -176,6 +180,7 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
     for claim in claims:
         part = min(claim.wanted, remaining[claim.account])
         remaining[claim.account] -= part
+        # The first claim is that of the oldest run, so this run gets all unused slots if it may send rows.
         if unused and not claim.account.is_paused:
             part, unused = part + unused, 0
         parts.append(part)
@@ -185,7 +190,9 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
 def _slots_of_accounts(slots: int, wanted: dict[Account, int], routes: int) -> dict[Account, int]:
     """Divide the slots of a route among the accounts by their virtual times; return the number of each.
 
-    If there are enough slots, each account gets all that it wants.
+    If there are enough slots, each account gets all that it wants. Otherwise each gets slots up to a common
+    virtual time. An account has slots on `routes` routes, so this route has only a part of those that bring
+    it to that time.
     """
     if sum(wanted.values()) <= slots:
         return {**wanted}

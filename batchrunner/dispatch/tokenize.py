@@ -75,8 +75,8 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     if kind == "body":
         raise CannotTokenizeError("the requests of a batch file are sent unchanged")
     tokenizer = info.tokenizing
-    cut = job.prompt.truncate
-    if cut is not None and info.context_length is None:
+    truncate = job.prompt.truncate
+    if truncate is not None and info.context_length is None:
         raise CannotTokenizeError("the engine does not report its context length")
     directory, chat_sampling = None, None
     if kind != "input_ids":
@@ -89,10 +89,10 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     )
 
     # If the engine truncates prompts itself, no prompt is too long.
-    engine_truncates = cut is None and tokenizer is not None and tokenizer.cuts
+    engine_truncates = truncate is None and tokenizer is not None and tokenizer.cuts
     context = None if engine_truncates else info.context_length
     budget = TokenBudget(context, tokenizer.longest_prompt if tokenizer else None)
-    return Encoder(kind, directory, budget, cut, chat_sampling=chat_sampling)
+    return Encoder(kind, directory, budget, truncate, chat_sampling=chat_sampling)
 
 
 def _usable_tokenizer(job: Job, info: EngineInfo, kind: PromptKind) -> TokenizerInfo:
@@ -126,7 +126,10 @@ def _why_server_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
 
 
 def _chat_sampling(tokenizer: TokenizerInfo) -> dict[str, Any]:
-    """Return the sampling parameters that the chat endpoint adds: unlimited output, the model's defaults."""
+    """Return the sampling parameters that the chat endpoint adds.
+
+    They leave the output unlimited, and have the defaults of the model.
+    """
     config = read_json(Path(tokenizer.model) / "generation_config.json") if tokenizer.model_sampling else {}
     defaults = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     return {"max_new_tokens": None, **defaults}
@@ -268,12 +271,13 @@ class RowTokenizer:
         return items
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenize requests whose files are prepared, by the job's task."""
+        """Tokenize requests whose media files are prepared, in the way that the job's task needs."""
         # The engine tokenizes the query and the document together, as a pair.
         if isinstance(self._task, RerankTask):
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
+        # The token ids of the labels are found once, with requests that are copied from the first one.
         has_vocabulary = not self._info.simulated
         if isinstance(self._task, ScoreTask) and requests and has_vocabulary and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])
@@ -306,6 +310,7 @@ class RowTokenizer:
     async def _encode(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenize requests of one kind in a thread; return them unchanged if the engine tokenizes them."""
         kind = requests[0].kind
+        # The first batch of a kind chooses who tokenizes prompts of this kind. Other batches wait for that.
         async with self._choosing:
             if kind not in self._encoders:
                 self._choose_place(kind)
@@ -459,7 +464,7 @@ def _split_choices(request: Request, token_ids: Sequence[list[int] | str]) -> Re
 
 
 def _simulated(request: Request) -> Request:
-    """Return a request with made-up token ids of its choices, whose number follows from their lengths."""
+    """Return a request with made-up token ids for its choices; a longer choice gets more of them."""
     return request._replace(
         item_ids=tuple([0] * (len(item) // SIMULATED_TOKEN + 1) for item in request.items)
     )

@@ -36,10 +36,10 @@ class Engine(Protocol):
         """Send several requests as a bundle, each once, and return when all answers have arrived.
 
         Each request has token ids and asks for one completion. `ended` is called with the answer or error of
-        each request as soon as it is known. After a normal return, send the requests for which `ended` was
-        not called again, in smaller bundles. After an exception, none of these requests has an answer:
-        BundleRefusedError means that the engine refused the whole bundle, and any other error is one that
-        `generate` raises.
+        each request as soon as it is known. If the method returns, the caller sends again, in smaller
+        bundles, the requests for which `ended` was not called. If it raises, none of these requests has an
+        answer: BundleRefusedError means that the engine refused the whole bundle, and any other error is one
+        that `generate` raises.
         """
         raise BundleRefusedError("the engine accepts only one row in a request")
 

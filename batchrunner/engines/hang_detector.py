@@ -22,8 +22,8 @@ TIMES_LONGEST = 5.0
 """A silence counts as a hang only if it lasts this many times as long as the longest earlier silence that
 ended by itself."""
 WARM_UP = 5.0
-"""Multiple of `limits.hang` for which a server must have worked before `limits.hang` applies. Until then,
-only a silence longer than this multiple is a hang: 300 s by default, the same as SGLang's watchdog."""
+"""`limits.hang` applies only once a server has worked for this multiple of it. Until then, only a silence
+longer than the multiple is a hang: 300 s by default, the same as SGLang's watchdog."""
 LONGEST_GAP_S = 5.0
 """Maximum seconds between two polls that count as silence. If the polls were further apart, nobody knows what
 the server did in between."""
@@ -68,6 +68,7 @@ class SilenceTimer:
             self._progress, self._silent_s = progress, 0.0
             return None
         self._silent_s += passed_s
+        # Until a server has worked for this long, it may be silent for as long, because it compiles kernels.
         warm_up_s = WARM_UP * self._least_s
         least_s = self._least_s if self._worked_s >= warm_up_s else warm_up_s
         if self._silent_s <= max(least_s, TIMES_LONGEST * self._longest_s):
@@ -104,6 +105,7 @@ class HangDetector:
         self._progress |= progress
         if not self._progress:
             return None
+        # The timer "" is that of the whole server, for which an answer is progress too.
         hang = self._timer("").poll(now, (answers, *self._progress.values()), busy=in_flight > 0)
         # One of several schedulers may hang while the others make progress.
         if len(loads) > 1:
@@ -115,7 +117,7 @@ class HangDetector:
         return hang
 
     def restarted(self) -> None:
-        """Forget the server's history, because it was restarted or will be."""
+        """Forget the history of the server, because the server was restarted or will be."""
         self._timers.clear()
 
     def _timer(self, scheduler: str) -> SilenceTimer:

@@ -17,8 +17,8 @@ LEAST_PERIODS = 6
 LONGEST_PERIOD = 2048
 """Maximum number of characters in a period that is searched for."""
 REPEATED_CHARACTERS = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
-"""Number of characters at the end of a text that must also occur one period earlier. The shortest repetition
-has LEAST_CHARACTERS; its first period has no copy before it."""
+"""Number of characters at the end of a text that must also occur one period earlier: all of the shortest
+repetition except its first period, which has no copy before it."""
 WINDOW = LONGEST_PERIOD * LEAST_PERIODS
 """Number of characters at the end of a text that are examined."""
 LEAST_IN_PROMPT = 64
@@ -49,8 +49,8 @@ def find_repetition(text: str) -> Repetition | None:
     period = _distance_to_repeat(window, REPEATED_CHARACTERS)
     if period is None or period > LONGEST_PERIOD:
         return None
-    # The repetition must have LEAST_PERIODS periods and LEAST_CHARACTERS, of which only some are compared so
-    # far.
+    # The repetition must have at least LEAST_PERIODS periods and LEAST_CHARACTERS characters. Only its last
+    # REPEATED_CHARACTERS characters have been compared so far.
     length = max(LEAST_CHARACTERS, LEAST_PERIODS * period)
     if len(window) < length or window[-length + period :] != window[-length:-period]:
         return None
@@ -78,6 +78,7 @@ def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) 
     Prompt and output must both be texts, or both be token ids.
     """
     prompt_text, output_text = _as_text(prompt), _as_text(output)
+    # In a periodic text, the last characters also occur one period earlier.
     period = _distance_to_repeat(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
     if not period:
         return False

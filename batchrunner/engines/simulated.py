@@ -76,7 +76,7 @@ _LENGTHS = [
 and one answer in ten has at least 418."""
 _TAPE_STARTS = 4096
 _TAPE = [_VOCABULARY[crc32(b"%d" % i) % len(_VOCABULARY)] for i in range(_TAPE_STARTS + LONGEST_TEXT_WORDS)]
-"""Random words. A text is a stretch of them, which begins at one of the first _TAPE_STARTS words."""
+"""Random words. A text consists of consecutive words of this list, from one of the first _TAPE_STARTS on."""
 
 
 def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Completion:
@@ -417,7 +417,7 @@ def _length(sampling: dict[str, Any], number: int, most_tokens: int) -> tuple[in
 
 
 def _text(number: int, tokens: int) -> str:
-    """Return a word for each of `tokens`, at most LONGEST_TEXT_WORDS, after the mark of made-up texts."""
+    """Return a text that begins with MARK and has one word per token, at most LONGEST_TEXT_WORDS."""
     # The length of the answer comes from the last 10 bits, so these are left out, and text and length are
     # independent.
     start = (number >> 10) % _TAPE_STARTS
@@ -452,8 +452,11 @@ class Simulator(Engine):
         )
         self._replica = Replica(config, cost)
         self._limit_tokens = min(spec.context_length, spec.max_total_tokens)
+        """Maximum number of tokens of a prompt and its output."""
         self._simulation: asyncio.Task[None] | None = None
+        """Task that advances the simulation; None before the first request."""
         self._start = time.monotonic()
+        """Time at which the clock of the simulation began."""
         self._valid_sampling: dict[str, Any] | None = None
         """The last sampling parameters that were found valid."""
 

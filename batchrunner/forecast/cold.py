@@ -72,6 +72,7 @@ def cold_forecast(
     prompt = fmean(row.prompt - row.cached for row in rows)
     pool_tokens = (STATIC_SHARE * memory - weights) / kv_per_token
     rows_of_copy = total / copies
+    # Engines reach only the fractions READ and COMPUTED of what the data sheets promise.
     seconds, outputs, passes = [], [], []
     for assumed in ASSUMPTIONS:
         output = fmean(row.asked * (1.0 if row.fixed else assumed.output_share) for row in rows)

@@ -141,8 +141,10 @@ class Survey(NamedTuple):
 
         `answered` is the fraction of the sent rows that get an answer.
         """
+        # The share of sendable rows comes from the pending rows that were read.
         sendable_share = sum(row.row in pending for row in self.rows) / len(self.read & pending)
-        return max(1, round(len(pending) * sendable_share * answered * (1 - self.equal)))
+        different_share = 1 - self.equal  # Of equal rows, only one is sent.
+        return max(1, round(len(pending) * sendable_share * answered * different_share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,8 @@ class Estimate:
         if self.cost:
             lines.append(f"cost: {_shown(self.cost, '{:,.2f}'.format)}")
         lines += [f"{name} tokens: {_shown(count, '{:,.0f}'.format)}" for name, count in self.tokens.items()]
-        return [*lines, *sorted(self.why)]  # A fixed order makes two estimates easy to compare.
+        # A fixed order makes two estimates easy to compare.
+        return [*lines, *sorted(self.why)]
 
 
 def _shown(figure: Interval, to_text: Callable[[float], str]) -> str:
@@ -281,7 +284,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
                 not_sendable += 1
             else:
                 sendable.append(_row_of(request, encoded_request, cached_share))
-    row_s = (time.monotonic() - began) / len(rows)
+    row_s = (time.monotonic() - began) / len(rows)  # seconds to read, render and tokenize a row
     if not sendable:
         raise JobError(
             "no row can be sent, so there is nothing to estimate",
@@ -607,12 +610,14 @@ def _forecast(
     # The job's window is that of one worker, over all schedulers.
     window = None if job.window == "auto" else max(1, job.window * workers // schedulers)
     rows_of_sample = len(reported_prompts) + sample.refused
+    # The engine is assumed to refuse the same share of the pending rows as of the sample.
+    answered_share = len(reported_prompts) / rows_of_sample
     result = forecast(
         sample.attempts,
         sampled,
         Setting(_config(job, info, sampled.schedulers), schedulers=schedulers, window=window),
         rows,
-        total=surveyed.answered_of(pending, answered=len(reported_prompts) / rows_of_sample),
+        total=surveyed.answered_of(pending, answered=answered_share),
         start_s=sample.start_s,
         client_s=(surveyed.row_s + CLIENT_S) / workers,
     )

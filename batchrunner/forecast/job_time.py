@@ -200,7 +200,8 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
     The rows in `drawn` come from all over the job. The second value is the fraction of the decode passes in
     which rows waited for the KV pool.
     """
-    # A task without decoding may run as many rows in one prefill pass, so as many must wait in the queue.
+    # Without a window, the queue is kept so long that a prefill pass never lacks rows: a pass of a task
+    # without decoding may run `most_running` rows.
     most_waiting = setting.config.most_running
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
@@ -224,8 +225,8 @@ def _steady_work(simulated: Simulated) -> PassWork:
     """Return the work between ramp-up and drain, at least the work for the middle third of the rows."""
     work_at_ends = simulated.work_at_ends
     third = len(work_at_ends) // 3
-    # The ramp-up ends after DECAY_STEPS passes (work is compared by passes), and the drain begins when no row
-    # waits any more.
+    # The ramp-up ends after DECAY_STEPS passes (the passes are the first field, by which work is compared).
+    # The drain begins when no row waits any more.
     ramp_up_end = min(bisect_right(work_at_ends, PassWork(DECAY_STEPS)), third)
     drain_begin = max(simulated.ended_before_last, 2 * third)
     return _plus(work_at_ends[drain_begin], work_at_ends[ramp_up_end], -1)
@@ -246,9 +247,10 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
 
 
 def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> list[tuple[PassWork, float]]:
-    """Return the spans of one scheduler, from a simulation of the sampled rows that ran on it.
+    """Return the spans of one scheduler: the work between two ends of rows, and its measured seconds.
 
-    The simulation sends a row once as many rows have ended as when the row was really sent.
+    The work comes from a simulation of the sampled rows that ran on the scheduler. The simulation sends a row
+    once as many rows have ended as when the row was really sent.
     """
     ends = sorted(attempt.ended for attempt in attempts)
     ended_before = [bisect_right(ends, attempt.began) for attempt in attempts]
@@ -364,6 +366,7 @@ def forecast(
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
+    # The prefill passes alone take the time of the work without the costs of decoding.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
     limited_by = _bottleneck(
@@ -381,10 +384,10 @@ def forecast(
 
 
 def _deviation_of_costs(spans: Sequence[tuple[PassWork, float]], work: PassWork, seconds: float) -> float:
-    """Return the relative standard deviation of the time `seconds` of `work` that comes from the costs.
+    """Return the uncertainty of the time of `work` that comes from the costs: a relative standard deviation.
 
-    The deviation is measured by a jackknife: the costs are fitted again without each of FOLDS folds of the
-    spans. There must be more spans than folds.
+    `seconds` is that time. The deviation is measured by a jackknife: the costs are fitted again without each
+    of FOLDS folds of the spans. There must be more spans than folds.
     """
     times = []
     for fold in range(FOLDS):
@@ -395,7 +398,10 @@ def _deviation_of_costs(spans: Sequence[tuple[PassWork, float]], work: PassWork,
 
 
 def _cause(name: str, share: float) -> str:
-    """Return a text about a cause of uncertainty; `share` is its half-width relative to the time."""
+    """Return a text about a cause of uncertainty.
+
+    `share` is the half-width of the interval that this cause alone would give, as a fraction of the time.
+    """
     if share <= 1:
         return f"{name}: ±{100 * share:.0f} %"
     return f"{name}: too few sampled rows to estimate the error"

@@ -128,6 +128,7 @@ def _raise_together(errors: Sequence[BatchFileError]) -> None:
         combined = BatchFileError("\n".join(texts), faults)
         combined.faults = texts
         raise combined
+    # At most one error is left here.
     for error in errors:
         raise error
 
@@ -188,6 +189,7 @@ def _request_in(text: bytes) -> _RequestLine:
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:
+        # This raises a _WrongCustomIdError if the custom_id is at fault.
         _check_custom_id(text)
         raise
 
@@ -295,8 +297,9 @@ class _CustomIds:
     def add(self, line: int, custom_id: str) -> None:
         """Add the custom_id of a line; lines come in order.
 
-        A bitmap of the low halves of all digests is small, and finds nearly all new custom_ids. Only those
-        whose low half has occurred before become candidates; `repeated` compares their whole digests.
+        A bitmap of the low halves of all digests takes little memory. A custom_id whose low half is not in it
+        is certainly new. Any other custom_id may be repeated, so it becomes a candidate; later, `repeated`
+        compares the whole digests of candidates.
         """
         # Lines without a custom_id have been left out; 0 stands for their digests.
         self._digests.extend(repeat(0, line - 1 - len(self._digests)))

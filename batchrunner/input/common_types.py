@@ -86,7 +86,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the common type of two list types, whose items have the common type of the items.
+    """Return the common type of two list types: a list of the common type of their items.
 
     It has a fixed size only if both lists have the same fixed size.
     """

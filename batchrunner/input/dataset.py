@@ -420,7 +420,7 @@ class DatasetReader:
     def _rows_in_group(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
         """Yield `rows` of the current row group.
 
-        None of them may lie before the batch that was decoded last.
+        None of these rows may lie before the batch that was decoded last.
         """
         while True:
             assert self._data is not None
@@ -443,6 +443,7 @@ class DatasetReader:
         Its first row has the ordinal `start`. Raises InputChangedError if the file was replaced before the
         batch was read.
         """
+        # The loop takes only the next batch, because each path through its body returns.
         for data in self._batches:
             file.check_after_reading()
             try:
@@ -555,7 +556,10 @@ def _integer_lists(column: pa.Array) -> list[list[int]] | None:
 
 
 def carried_of(ref: RowRef) -> dict[str, Any]:
-    """Return the carried columns of a row; a value that Python cannot represent is shown as text."""
+    """Return the values of a row in the columns that are copied into the results (`input.columns`).
+
+    A value that Python cannot represent is shown as text.
+    """
     row = ref.carried.slice(ref.position, 1)
     return {name: shown_values(row.column(index))[0] for index, name in enumerate(row.schema.names)}
 
@@ -569,7 +573,7 @@ def _integers(column: pa.Array) -> list[int]:
 
 
 def _unify_json_lines(files: Iterable[SourceFile]) -> None:
-    """Give all JSON Lines files of an input the same schema, because whole files may lack a key."""
+    """Give all JSON Lines files of an input the same schema, because a key may occur in some files only."""
     json_files = [file for file in files if file.format.kind == "JSON Lines"]
     if json_files:
         schema = stored_schema(common_schema([file.schema for file in json_files]))

@@ -30,9 +30,11 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
     for stretch in stretches(BitMap64(range(dataset.total_rows)), dataset.row_group_ends()):
         for batch in dataset.read(stretch, columns):
             for row in rows_of(batch, columns):
+                # In place of a row that cannot be read, there is the reason as text.
                 if not isinstance(row, str):
                     for name in columns:
                         line = field_line(name, row[name])
+                        # Only the equality of lines matters, so hashes save memory.
                         values[name].append(hash(line))
                         # A line counts with its line break.
                         lengths[name] += len(line) + 1
@@ -52,26 +54,28 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     ordered: list[str] = []
     remaining = [*values]
     rows = len(next(iter(values.values())))
-    # A hash of each row's values in the columns that are already in order.
+    # Each element is a hash of a row's values in the columns that are already in order.
     prefixes: list[Hashable] = [0] * rows
 
     def shared_text(name: str, prefixes: Sequence[Hashable]) -> float:
-        """Return the mean prompt length that the cache saves if column `name` follows these prefixes.
+        """Estimate the length of text that the cache saves if column `name` follows these prefixes.
 
-        A row saves the column's text if an earlier row has the same prefix and the same value.
+        A row saves the column's text if an earlier row has the same prefix and the same value. The texts of
+        the rows that save it are assumed to have the column's mean length.
         """
         combinations = set(zip(prefixes, values[name], strict=True))
         share_of_rows = 1 - len(combinations) / max(1, rows)
         return lengths[name] * share_of_rows
 
     def gain(name: str) -> float:
-        """Return the prompt length that column `name` saves, plus that of the best column after it."""
+        """Return the text that column `name` saves, plus what the best other candidate saves after it."""
         longer_prefixes = list(zip(prefixes, values[name], strict=True))
         gains_after = [shared_text(other, longer_prefixes) for other in candidates if other != name]
         return shared_text(name, prefixes) + max(gains_after, default=0.0)
 
     while remaining:
         by_shared_text = sorted(remaining, key=lambda name: shared_text(name, prefixes), reverse=True)
+        # `gain` also reads these candidates.
         candidates = by_shared_text[:LOOKED_AHEAD]
         best = max(candidates, key=gain)
         prefixes = [hash(pair) for pair in zip(prefixes, values[best], strict=True)]

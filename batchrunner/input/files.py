@@ -100,6 +100,7 @@ def find_files(
     `paths` are files, directories and globs. Files in the run directory `run` are skipped, unless a path
     matches only such files. `storage` has the settings of object stores.
     """
+    # The keys are resolved paths, so that a file is read once although several paths lead to it.
     files_by_path: dict[str, str] = {}
     locations = [_locate(name, storage or StorageSpec()) for name in paths]
     fs = locations[0][0]
@@ -342,6 +343,7 @@ class SourceFile:
         self._copy: Path | None = None
         """Parquet copy that is read in place of a file that is not Parquet."""
         try:
+            # The signature and the size show later whether the file has changed or grown.
             self._signature = self._current_signature()
             self._size = int(self._signature[0])
             if self.format.kind == "Parquet":
@@ -457,7 +459,8 @@ class SourceFile:
                 hint="put the old file back and run the same command again, or give another output.path for "
                 "the new file",
             )
-        # The file may have been touched, replaced by an equal file, or extended.
+        # The file may have been touched, replaced by an equal file, or extended. The new signature is kept,
+        # so that the content is not compared again.
         self._signature = signature
 
     def _has_same_content(self, signature: tuple[int | str, ...]) -> bool:
@@ -477,6 +480,7 @@ class SourceFile:
         try:
             return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
         except FileNotFoundError:
+            # The new copy must have the same rows as the deleted one.
             self.check_unchanged()
             self._copy = self._find_copy()
             return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
@@ -552,8 +556,8 @@ class SourceFile:
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
+            # Another process may have written the copy while this one waited.
             if not copy.exists():
-                # Another process may have written the copy while this one waited.
                 # If an earlier copy was read, the digest has been computed already.
                 self.digest = self.digest or self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:

@@ -25,23 +25,29 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 MANY_LEASES = 1000
-"""Target number of leases of a large run, unless leases would exceed MOST_LEASE_ROWS."""
+"""Target number of leases (ranges of rows that workers claim) of a large run. There are more leases if they
+would otherwise exceed MOST_LEASE_ROWS."""
 LEASES_OF_A_WORKER = 8
-"""Minimum number of leases for each task of a Slurm array, so that fast tasks can do more than slow ones."""
+"""Minimum number of leases (ranges of rows that workers claim) for each task of a Slurm array. With several
+leases for each task, fast tasks can do more than slow ones."""
 MOST_LEASES = 16_384
-"""Maximum number of leases of a run in input order, because every worker lists their files.
+"""Maximum number of leases (ranges of rows that workers claim) of a run in input order. There is a maximum,
+because every worker lists the files of all leases.
 
 From 134 million rows on, it takes precedence over MOST_LEASE_ROWS.
 """
 FEWEST_LEASES = 64
-"""Minimum number of leases of a small run, so that few workers are without a lease."""
+"""Minimum number of leases (ranges of rows that workers claim) of a small run, so that few workers are
+without a lease."""
 LEAST_LEASE_ROWS = 128
-"""Minimum number of rows in a lease, unless a run would have less than FEWEST_LEASES leases.
+"""Minimum number of rows in a lease (a range of rows that a worker claims), unless a run would have less than
+FEWEST_LEASES leases.
 
 Claiming a smaller lease would take longer than reading its rows.
 """
 MOST_LEASE_ROWS = 8192
-"""Maximum number of rows in a lease. With larger leases, workers would end at very different times."""
+"""Maximum number of rows in a lease (a range of rows that a worker claims). With larger leases, workers would
+end at very different times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,7 @@ class JobInput:
                 selected.add(row)
                 if len(selected) == limit:
                     break
+        # A filter that fails more often than it is true is likely wrong.
         rows_true = len(selected) - failures
         if rows_true and rows_true >= failures:
             return selected
@@ -115,9 +122,10 @@ class JobInput:
 
 
 def lease_rows(rows: int) -> int:
-    """Return the approximate number of rows in a lease of a run of `rows` rows.
+    """Return the approximate number of rows in a lease (a range of rows that a worker claims).
 
-    In a Slurm array, the number also depends on the number of tasks (`SLURM_ARRAY_TASK_COUNT`).
+    `rows` is the number of rows of the run. In a Slurm array, the result also depends on the number of tasks
+    (`SLURM_ARRAY_TASK_COUNT`).
     """
     array_tasks = os.environ.get("SLURM_ARRAY_TASK_COUNT", "")
     workers = int(array_tasks) if array_tasks.isdecimal() else 1
@@ -131,7 +139,9 @@ def lease_rows(rows: int) -> int:
 
 
 def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
-    """Divide an input of `end` rows into leases, each with about the same number of the rows in `rows`.
+    """Divide an input of `end` rows into leases (ranges that workers claim).
+
+    Each lease has about the same number of the rows in `rows`.
 
     Return the ordinals at which leases begin, and `end` as the last element.
     """

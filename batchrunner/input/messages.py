@@ -95,10 +95,10 @@ def _message(item: Any) -> dict[str, Any]:
 
 
 def _joined(content: Any) -> Any:
-    """Return the content of a message that has parts.
+    """Return the content of a message whose `content` is a list of parts.
 
-    If all parts are texts, they are joined by spaces, as SGLang mostly does. Raises ValueError, whose text
-    follows the words "message N has".
+    If all parts are texts, they are joined by spaces, as SGLang mostly does. For invalid content, raises
+    ValueError with a text that can follow the words "message N has".
     """
     if not isinstance(content, list) or not content:
         raise ValueError("content that is not text")

@@ -24,13 +24,16 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def __init__(self, scheme: str, storage: StorageSpec) -> None:
         """Prepare access to a kind of store (`scheme`: s3, gs or az). No request is sent yet."""
         self._scheme = scheme
+        # Each bucket is opened once.
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
         """ETag of each object at its last lookup, by path. A replaced object has another ETag."""
         self._sizes: dict[str, int] = {}
         """Size in bytes of each object at its last lookup, by path."""
         self._listed: dict[str, pafs.FileInfo] = {}
-        """Objects of the last listing, by path. An entry saves the first lookup of its path."""
+        """Objects of the last listing, by path. The first lookup of a path takes its entry, and so needs no
+        request.
+        """
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -59,6 +62,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         # Some tools mark a directory by an empty object whose key ends with a slash.
         objects = [entry for entry in entries if entry["size"] or not entry["path"].endswith("/")]
         infos = [self._record(f"{bucket}/{entry['path']}", entry) for entry in objects]
+        # The next lookup of a listed object takes its entry, and so needs no request.
         self._listed |= {info.path: info for info in infos}
         return infos
 
@@ -104,6 +108,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             return list(islice(pages, most_pages))
 
         try:
+            # If the listing breaks off, `read_whole` begins it again.
             pages = read_whole(list_pages)
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None

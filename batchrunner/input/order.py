@@ -22,7 +22,7 @@ The dispatcher reorders at least this many rows at a time. So it finds the commo
 whatever the order of the rows in the stretch.
 """
 STRETCHES = 8
-"""Number of stretches in the sample.
+"""Number of stretches (series of consecutive rows) in the sample.
 
 With fewer stretches, the sample would hardly show that ten million rows consist of groups of eight rows with
 a common prefix.
@@ -160,6 +160,8 @@ def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[floa
     if not total_bytes:
         return 0.0, 0.0
     ordered = sorted((prompt, number) for number, stretch in enumerate(sample) for prompt in stretch)
+    # For each prompt, the lengths of the longest prefixes that it shares with earlier prompts: first of its
+    # own stretch, then of other stretches.
     shared_with_earlier = list(_nearest(ordered))
     bytes_in_stretches = sum(in_stretch for in_stretch, _ in shared_with_earlier)
     is_whole_input = len(ordered) == rows
@@ -178,9 +180,11 @@ def _gains_of_sorting(
     """Return the bytes that sorting saves for each sampled row with an alike row in another stretch.
 
     `ordered` holds the sorted prompts, each with the number of its stretch. `shared_with_earlier` is the
-    result of `_nearest(ordered)`. A prefix that nearly all prompts share does not make rows alike, because
-    the prefix cache reuses it in any order.
+    result of `_nearest(ordered)`: for each prompt, the lengths of the longest prefixes that it shares with
+    earlier prompts, first of its own stretch, then of other stretches. A prefix that nearly all prompts share
+    does not make rows alike, because the prefix cache reuses it in any order.
     """
+    # The search from the end finds the later prompts that share the longest prefix.
     shared_with_later = reversed(list(_nearest(ordered[::-1])))
     # In sorted order, all prompts between two prompts share the prefix that the two share. So the prefix of
     # the prompts at 5 % and 95 % of the sample is shared by at least 90 % of its prompts.
@@ -225,6 +229,7 @@ def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[floa
     in_input_order = repeats_in_stretches / sampled
     is_whole_input = sampled == rows
     if is_whole_input:
+        # In sorted order, all rows but the first one of each key equal an earlier row.
         return in_input_order, 1 - len(counts) / sampled
     rows_with_frequent_key = sum(count for count in counts.values() if count > 2)  # noqa: PLR2004
     rows_with_key_twice = sum(count for count in counts.values() if count == 2)  # noqa: PLR2004
@@ -242,17 +247,19 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
     """Yield the lengths of the longest prefixes that each prompt shares with earlier prompts.
 
     The first length is for earlier prompts of the same stretch, the second for those of other stretches.
-    `ordered` holds sorted prompts, each with the number of its stretch. In sorted order, the prefix that two
-    prompts share is the shortest of the prefixes that neighbours between them share.
+    `ordered` holds sorted prompts, each with the number of its stretch (a series of consecutive rows in the
+    sample). In sorted order, the prefix that two prompts share is the shortest of the prefixes that
+    neighbours between them share.
     """
     # For each stretch, the length of the prefix that a prompt shares with the last prompt of the stretch.
     shared_by_stretch = [0] * STRETCHES
     previous_prompt, previous_stretch = b"", 0
     for prompt, stretch in ordered:
         shared = common_length(previous_prompt, prompt)
+        # The list is built anew only if a length changes.
         if shared < max(shared_by_stretch):
-            # Otherwise, each minimum would keep its value.
             shared_by_stretch = [min(shared, length) for length in shared_by_stretch]
+        # The previous prompt is now the last prompt of its stretch.
         shared_by_stretch[previous_stretch] = shared
         other_stretches = shared_by_stretch[:stretch] + shared_by_stretch[stretch + 1 :]
         yield shared_by_stretch[stretch], max(other_stretches)

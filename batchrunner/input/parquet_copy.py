@@ -158,10 +158,10 @@ class _RecordColumn:
         return main_type, (total - main_count) / max(1, total)
 
     def type(self) -> pa.DataType:
-        """Return the type of the column: the main type, or text if too many values are odd.
+        """Return the type of the column: that of most values, or text if too many values do not fit it.
 
-        A column of lists or structs may have a share of odd values up to MOST_ODD; any other column may have
-        none.
+        In a column of lists or structs, a share of up to MOST_ODD may not fit. In any other column, all
+        values must fit.
         """
         main_type, odd_share = self.main_type()
         most_odd = MOST_ODD if pt.is_nested(main_type) else 0.0
@@ -176,10 +176,14 @@ class _Records:
         self._count = self._failed_count = 0
         self._first_problem = ""
         self._text_causes: dict[str, str] = {}
-        """The odd value of each column that became text although most values are lists or structs."""
+        """For each column that became text although most of its values are lists or structs: a description of
+        the first value that is of another type."""
 
     def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return a batch of records converted to the schema."""
+        """Return a batch of records converted to the schema.
+
+        An odd value, which does not fit the type of its column, makes its record fail.
+        """
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         lines: list[int] = columns[LINE].to_pylist()
         problems: list[str | None] = columns[PROBLEM].to_pylist()
@@ -188,7 +192,7 @@ class _Records:
                 continue
             column = columns.get(name, pa.nulls(len(lines)))
             json_column = columns.get(f"{AS_JSON}{name}")
-            # All values of the column have the same type, which fits: no value needs to be looked at.
+            # All values of the column have the same type, and this type fits, so no value is checked.
             if json_column is None and _fits(column.type, kind):
                 columns[name] = _as_type(column, kind)
                 continue
@@ -221,7 +225,10 @@ class _Records:
         return notes
 
     def _note_cause(self, name: str, lines: Sequence[int], values: Sequence[Any]) -> None:
-        """Record the first odd value of a column that is text although most values are lists or structs."""
+        """Record the first value that is not of the type of most values, if these are lists or structs.
+
+        Such a value is the reason why the column is text.
+        """
         main_type, _ = self._columns[name].main_type()
         # If most values are plain, text is the expected type of a mixed column, and needs no note.
         if name in self._text_causes or not pt.is_nested(main_type):
@@ -232,7 +239,7 @@ class _Records:
                 return
 
     def _odd_value(self, line: int, name: str, value: Any, kind: pa.DataType) -> str:
-        """Describe an odd value, in a column of type `kind`, with its file and line."""
+        """Describe a value that does not fit `kind`, the type of its column, with its file and line."""
         return f"{self._source}: line {line}: {_difference(name, value, kind)}"
 
     def _count_failed(self, problems: Sequence[str | None]) -> None:
@@ -268,14 +275,15 @@ def _is_of(value: Any, kind: pa.DataType) -> bool:
 
 
 def _difference(name: str, value: Any, kind: pa.DataType) -> str:
-    """Describe how a JSON value differs from `kind`, its column's type; name its innermost odd part."""
+    """Describe the innermost part of a JSON value that does not fit `kind`, the type of its column."""
     inner_values: list[tuple[str, Any, pa.DataType]] = []
     if isinstance(value, dict) and pt.is_struct(kind):
         fields = [field for field in kind if field.name in value]
         inner_values = [(f"{name}.{field.name}", value[field.name], field.type) for field in fields]
     elif isinstance(value, list) and pt.is_list(kind):
         inner_values = [(f"{name}[{index}]", item, kind.value_type) for index, item in enumerate(value)]
-    # Descend into the first inner value that is odd. If none is, the value itself has the wrong type.
+    # Descend into the first inner value that does not fit its type. If all fit, the value itself has the
+    # wrong type.
     for inner_name, inner_value, inner_type in inner_values:
         if inner_value is not None and not _is_of(inner_value, inner_type):
             return _difference(inner_name, inner_value, inner_type)
@@ -446,7 +454,7 @@ def in_chunks(
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:
-    """Return an array of values with the type that Arrow infers; without a common type, of JSON texts."""
+    """Return an array of values with the type that Arrow infers; JSON texts if they have no common type."""
     try:
         return pa.array(values)
     except UNFIT:

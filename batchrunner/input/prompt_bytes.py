@@ -82,7 +82,7 @@ def _message_with_files(message: dict[str, Any], files: Sequence[PromptFile]) ->
     if not isinstance(content, list):
         return _message_bytes(message)
 
-    # Null bytes separate the parts, because texts have none.
+    # Null bytes end the role and the message, because texts have none.
     chunks = [_encoded(f"{message['role']}\0")]
     for part in content:
         index = file_of_part(part)
@@ -124,7 +124,7 @@ def _block_bounds(longest: int) -> list[tuple[int, int]]:
 _BLOCKS = _block_bounds(1 << 30)
 """Start and end in bytes of each block of a prompt of up to 1 GiB."""
 _ENDS = [end for _, end in _BLOCKS[:-1]]
-"""Position in bytes at which each block ends; without the last block."""
+"""Position in bytes at which each block ends, except the last block."""
 
 
 def sort_key(prompt: bytes) -> tuple[bytes, int]:
@@ -173,6 +173,7 @@ class RequestDigests:
             self._fields = fields
             self._fields_digest = xxh3_128_digest(_settings(request))
         if isinstance(request.prompt, RequestBody):
+            # The whole body counts, because it has the sampling parameters too.
             prompt = request.prompt.content
         return xxh3_128_digest(self._fields_digest + prompt)
 

@@ -35,6 +35,7 @@ def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> 
         return request._replace(
             kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
         )
+    # An assistant message at the end is kept, because the function puts it there for the model to continue.
     messages = conversation(label, prompt, continues=True)
     return request._replace(kind=kind, prompt=messages, continues=messages[-1]["role"] == ASSISTANT)
 
@@ -81,6 +82,7 @@ class PythonPrompts:
             # A function returns None to leave a row out.
             return Outcome.unsent(request.ref, result.error)
         try:
+            # The value is a pair: the kind of the prompt, and the prompt.
             return with_prompt(request, self._label, *result.value)
         except RowRefusedError as failure:
             return Outcome.unsent(request.ref, str(failure))

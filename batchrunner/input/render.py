@@ -124,7 +124,7 @@ class Renderer:
         if not (self._row_fields or self._expression_columns or self._media):
             self._last_fields = tuple({**Request._field_defaults, **self._shared_fields}.values())
 
-        # The columns that are read: some are used for requests, some are carried into the results.
+        # These columns are read: some are used for requests, some are copied into the results.
         self._used = self._columns_used(prompts)
         self.carried_schema = pa.schema([])
         with faults.collect():
@@ -158,7 +158,7 @@ class Renderer:
         return sorted(used)
 
     def carried(self, batch: RowBatch) -> pa.RecordBatch:
-        """Return the carried columns of a batch, under their names in the results."""
+        """Return the columns of a batch that are copied into the results, under their names there."""
         return batch.data.select(self._carried).rename_columns(self._carried_names)
 
     def render(
@@ -203,6 +203,7 @@ class Renderer:
             prompt, media = self._media.prompt(ref.row, row)
         sampling = self._sampling
         if isinstance(prompt, RequestBody):
+            # The body has its own sampling parameters. Only its limits are also needed outside of it.
             sampling = {"max_new_tokens": prompt.most_tokens}
             if prompt.most_thinking is not None:
                 sampling[THINKING] = prompt.most_thinking
@@ -258,9 +259,9 @@ class PromptSource(NamedTuple):
 
 
 def _carried_schema(source: InputSpec, dataset: ColumnSource, used: Sequence[str]) -> pa.Schema:
-    """Return the schema of the carried columns, under their names in the results.
+    """Return the schema of the columns that are copied into the results, under their names there.
 
-    Raises InputError for a carried column or a column in `used` that is missing or unusable.
+    Raises InputError if one of these columns, or a column in `used`, is missing or unusable.
     """
     fields, faults = [], Faults()
     for name in used:
@@ -322,7 +323,7 @@ class _MessageSource(NamedTuple):
 
 
 def _message_sources(prompt: PromptSpec) -> list[_MessageSource]:
-    """Return the Jinja2 sources of a job's messages, or that of its whole prompt."""
+    """Return the Jinja2 source of each message of a job, or the single source of its whole prompt."""
     if isinstance(prompt.messages, list):
         return [
             _MessageSource(field=f"messages.{index}.content", role=message.role, source=message.content)
@@ -352,10 +353,12 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
     faults.raise_all()
     columns = {name for _, template in templates for name in template.columns}
     if not columns:
+        # The user may have written {column} in place of {{ column }}.
         _refuse_single_braces(str(sources), dataset)
     kind: PromptKind = "messages" if prompt.text is None else "text"
     prompt_of: Callable[[Row], Any] = partial(_messages, templates)
     if prompt.text is not None:
+        # The whole prompt is one text, so it has a single template.
         ((_, text_template),) = templates
         prompt_of = text_template.render
     if prompt.fields:

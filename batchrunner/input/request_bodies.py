@@ -66,7 +66,7 @@ def fields_of(content: bytes) -> dict[str, msgspec.Raw]:
 
 
 def with_model(body: RequestBody, model: str | None) -> bytes:
-    """Return the JSON of a body, with the name of the model unless `model` is None."""
+    """Return the JSON of a body, with the name `model` added; unchanged if `model` is None."""
     if model is None:
         return body.content
     return msgspec.json.encode({"model": model, **fields_of(body.content)})
@@ -88,6 +88,7 @@ def prompts_in(body: RequestBody) -> list[Any]:
     values: list[Any] = []
     for name in _PLAIN_PROMPTS.get(body.path, ()):
         value = msgspec.json.decode(fields[name]) if name in fields else None
+        # A list with texts or lists has several prompts. Any other list is one prompt, as token ids.
         if isinstance(value, list) and any(isinstance(item, (str, list)) for item in value):
             values += value
         else:

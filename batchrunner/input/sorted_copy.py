@@ -48,7 +48,10 @@ _ABOUT = b"batchrunner"
 
 
 class SortedCopy:
-    """Reader of a sorted copy. In a run of several workers, each row group of the copy is a lease."""
+    """Reader of a sorted copy: a Parquet file that holds the input's rows in the order of sending.
+
+    In a run of several workers, each row group of the copy is a range of rows that a worker claims.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the file; raise InputError if it is missing or damaged."""
@@ -69,7 +72,7 @@ class SortedCopy:
 
     @property
     def positions(self) -> range:
-        """Positions of all rows."""
+        """Range of the positions of all rows, from 0."""
         return range(self.group_starts[-1])
 
     def rows(self, positions: range) -> BitMap64:
@@ -78,6 +81,7 @@ class SortedCopy:
         `positions` must cover whole row groups.
         """
         rows = BitMap64()
+        # The last column has the ordinals.
         ordinals = self._file.schema_arrow.names[-1:]
         for group in self._groups(positions):
             rows |= rows_of_column(self._file.read_row_group(group, ordinals, use_threads=False).column(0))
@@ -212,7 +216,8 @@ def _write_copy(
 ) -> None:
     """Write tables as one Parquet file, without their column of positions.
 
-    `rows_by_group` has the number of rows of each row group. A table consists of whole row groups.
+    `rows_by_group` has the number of rows of each row group. A table consists of whole row groups. `about` is
+    stored in the metadata of the file.
     """
     remaining_groups = iter(rows_by_group)
     with ExitStack() as stack:
@@ -241,6 +246,7 @@ def _keys(
                 yield 0, b"", 0, item.ref.row, size
                 continue
             prompt = prompt_bytes(item)
+            # In the order "prefix", only the prompt decides.
             first = 0
             if order == "longest_first":
                 # Rows with limits of their own are sorted by these, because long outputs take the most time.
@@ -283,7 +289,8 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
         if bucket_bytes >= BUCKET_BYTES:
             yield position
             bucket_bytes = 0
-    # The last bucket ends after the last row. If the last group filled a bucket, the last bucket is empty.
+    # The last bucket ends one position later, because the ends must ascend: if the last group filled a
+    # bucket, that bucket ends at `position`, and the last bucket is empty.
     yield position + 1
 
 
@@ -356,11 +363,12 @@ def find_sorted_copy(
     """
     wanted_order = job_input.job.order
     if wanted_order == "auto":
-        # A copy shows that `auto` decided on "prefix" at that start.
+        # With `auto`, an earlier start wrote a copy only if it decided on "prefix".
         wanted_order = "prefix"
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)
+            # An empty model is not compared, because the order does not depend on the model.
             now = fingerprint(job_input.job, job_input.dataset.facts(), "")
             check_same_run(copy.about["fingerprint"], now, directory)
         except (InputError, ResumeError):

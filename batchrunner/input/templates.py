@@ -41,7 +41,7 @@ PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
 ROW = "row"
 """Variable for the mapping of all columns in a template, as in `row["name"]`."""
 _RESERVED = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
-"""Range of the positions of all rows, from 0."""
+"""Words that cannot name a column in a template, because jinja2 or this package gives them a meaning."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping by which a template may read any column of `row`."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
@@ -66,7 +66,10 @@ def field_line(name: str, value: Any) -> str:
 def with_fields(
     prompt_of: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]
 ) -> Any:
-    """Add the variable FIELDS, with a line for each of `columns`, to a row, and return its prompt."""
+    """Return the prompt that `prompt_of` makes of a row.
+
+    The row is passed with the additional variable FIELDS, which has a line for each of `columns`.
+    """
     return prompt_of({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
@@ -105,8 +108,9 @@ class _ColumnCode:
                 hint = f"the name of the column is not an identifier: write {expression}"
             raise JobError(f"{where}: line {line}: {problem}, in {text[:LINE_SHOWN]!r}", hint=hint) from None
         self._source = source
-        for name in sorted(columns.difference(available)):
-            raise unknown_column(JobError, where, name, available, in_template=True)
+        unknown_names = sorted(columns.difference(available))
+        if unknown_names:
+            raise unknown_column(JobError, where, unknown_names[0], available, in_template=True)
         self.columns = sorted(columns)
         self.printed = sorted(columns.intersection(_printed(tree)))
         """Columns whose values are printed, directly or through filters of PRINTING."""
@@ -125,6 +129,7 @@ class Template(_ColumnCode):
         Raises JobError, which begins with `where`, for bad syntax or an unknown column.
         """
         super().__init__(_environment().parse, source, where=where, available=available)
+        # `render` needs these for each row, so they are looked up only once.
         self._globals = dict(self._template.globals)
         self._new_context, self._parts = self._template.new_context, self._template.root_render_func
 
@@ -158,7 +163,8 @@ class Template(_ColumnCode):
         is no such column, the text of the expression is returned.
         """
         expression = ""
-        # Render the row once more by slower code, which notes the failing expression in the error.
+        # Render the row once more by slower code, which adds the failing expression to the error as a note:
+        # a field such as `author.name`, or the names in the expression, divided by commas.
         try:
             _environment(_NamingCode).from_string(self._source).render(self._variables(row))
         except Exception as failure:  # noqa: BLE001 - templates may apply any operator to user data
@@ -233,7 +239,7 @@ class NotTextError(ValueError):
     def __init__(self, value: bytes | None) -> None:
         super().__init__("None is not text" if value is None else "bytes are not text")
         self.problem = "is null" if value is None else "holds bytes"
-        """Predicate of an error message whose subject is the name of a column."""
+        """What is wrong, in words that follow the name of the column in a message."""
         self.kind = type(value)
 
 
@@ -404,9 +410,11 @@ def _columns_read(tree: nodes.Template, available: Collection[str]) -> tuple[set
     free_names = _free_names(tree, available)
     if ROW not in free_names:
         return free_names, False
+    # `row.items` and such are methods of the mapping, unless there is a column of this name.
     fields = [_field_of_row(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
     columns = {name for name in fields if name and (name in available or name not in _METHODS)}
-    # Any other use of `row`, such as a loop over it, may read any column.
+    # Each use of `row` that does not name a column, such as a loop over it, may read any column. There is
+    # such a use if `row` occurs more often than expressions that read a column of it.
     row_uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
     uses_with_column = sum(name in columns for name in fields)
     if uses_with_column != row_uses:

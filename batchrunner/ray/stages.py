@@ -87,7 +87,7 @@ class StageCall:
         """
         call = self.call
         if call.parse is not None:
-            # The function of `parse` may take the row, so the row must be carried.
+            # The function of `parse` may take the row, so all columns that are kept go through the job.
             call = replace(call, columns=columns.names if self.columns is None else self.columns)
         return call.job(columns, [str(directory)], directory)
 
@@ -103,7 +103,7 @@ class StageCall:
         self.check_names(columns, plan_answers(job))
 
     def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
-        """Raise InputError if a column to keep is missing, and JobError if a result column has its name.
+        """Raise InputError if a column to keep is missing, and JobError if a result column has the same name.
 
         `columns` are the columns of the rows, and `plan` describes the result columns.
         """
@@ -134,7 +134,7 @@ class PendingBlock:
 
 
 class BlockOutlet:
-    """Receives the outcomes of a stream, and collects them by block. `open_block` is thread-safe."""
+    """Collects the outcomes of rows by block (a batch of Ray Data). `open_block` is thread-safe."""
 
     def __init__(self) -> None:
         # Pending blocks are kept in the order of their rows.
@@ -153,6 +153,7 @@ class BlockOutlet:
             block.done.set_running_or_notify_cancel()
             self._rows += rows
             if self._is_closed:
+                # The stream has ended, so no outcomes follow.
                 block.done.set_result(None)
             else:
                 self._blocks.append(block)
@@ -274,6 +275,7 @@ class EngineWorker:
         self._stack = ExitStack()
         self._stream: BlockStream | None = None
         self._opening = asyncio.Lock()
+        """Lock that lets only one of several concurrent calls start the stream."""
         limits = LimitsSpec.model_validate(call.call.limits or {})
         opening = open_engine(call.call.engine, request_timeout_s=limits.request_timeout, task=call.call.task)
         self._engine: OpenEngine = self._stack.enter_context(opening)

@@ -98,10 +98,11 @@ class JobWorker:
         self._control = Control()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
-        """Run rows of the job until no worker could lease further rows, and return the report.
+        """Run rows of the job until there are no further rows to lease, and return the report.
 
         Raises BatchrunError.
         """
+        # Relative paths of the job begin in the directory of the command.
         shared.enter()
         return await execute(job, join=True, control=self._control)
 
@@ -150,14 +151,14 @@ def run_on_ray(
                 plan_failed_rows(loaded)
             # Ray may restart actors without limit; `Workers` counts the deaths and sets the limit.
             actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
-            next_line = 0.0
+            next_line_at = 0.0
             with contextlib.closing(Workers(loaded, shared, control)) as group:
                 for _ in range(workers):
                     options = _scheduling_options(getattr(loaded.engine, "nodes", 1), cpus, gpus)
                     group.start(actor_class.options(**options).remote(quiet=quiet))
                 while await asyncio.to_thread(group.watch):
-                    if not quiet and time.monotonic() >= next_line:
-                        next_line = await asyncio.to_thread(show_progress, path, group.working)
+                    if not quiet and time.monotonic() >= next_line_at:
+                        next_line_at = await asyncio.to_thread(show_progress, path, group.working)
             return _report(group, path, control)
 
     return under_signals(work(), control, loaded.limits)
@@ -254,6 +255,7 @@ class Workers:
         self._control = control
         control.stage = "sending"
         self._deaths = 0
+        """Number of deaths of all workers together. After MOST_DEATHS, a dead worker is not restarted."""
         self._actors: dict[Any, tuple[Any, Any]] = {}
         """Actor of each running worker, by the Ray reference of its report. The second item of each value is
         a reference that becomes ready when the actor runs.
@@ -297,6 +299,7 @@ class Workers:
                     self.start(actor)
                     continue
                 self._record_failure(failure)
+            # The worker has ended for good. Killing its actor frees the cores and GPUs.
             ray.kill(actor)
         self._stop_if_over()
         return bool(self._actors) and not self._control.at_once

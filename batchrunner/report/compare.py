@@ -232,7 +232,7 @@ def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path
     connection.register(
         "parts", pads.dataset([str(part) for part in parts], schema=columns, format="parquet")
     )
-    # GROUP BY ALL groups by `row` and `rollout`, the only columns without an aggregate.
+    # GROUP BY loads each row once. All results of a row have the same output, so any of them is taken.
     connection.execute(
         f"""CREATE TABLE {name} AS
             SELECT row, any_value(hash(output)) AS digest,

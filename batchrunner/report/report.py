@@ -20,7 +20,6 @@ from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 from batchrunner.report.verdict import GO_ON, RunEnd, RunVerdict, max_failed_rows_of, verdict_of
 
-"""Advice for the user after a run that left rows for a later start."""
 CAUSES_SHOWN = 5
 """Maximum number of causes of failed rows that are printed, the most frequent first. report.json has all."""
 
@@ -297,6 +296,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     done = done_by_all(run_dir)
     # A row that is in two result files counts once.
     counts = replace(done.counts, ok=len(done.answered))
+    # All starts together are reported as one start, before which no row was done.
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     end = RunEnd(
         rows_total=report.rows_total,

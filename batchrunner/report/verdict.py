@@ -44,17 +44,17 @@ class RunEnd:
     rows_left: int = 0
     """Number of rows without a result among those that this worker was to send."""
     rows_unheld: int = 0
-    """Number of further rows without a result, which no running worker has leased."""
+    """Number of rows without a result that are not in `rows_left`, and that no running worker has leased."""
     rows_lost: int = 0
     """Number of rows that are in no result file, although all workers of the run have ended."""
     rows_held: int = 0
-    """Number of further rows without a result, which other running workers have leased."""
+    """Number of rows without a result that other running workers have leased."""
     was_empty: bool = False
     """Whether no row remained to be sent when this start began."""
     is_sample: bool = False
     """Whether this start was to send only the sample of an estimate."""
     failure: BatchrunError | None = None
-    """Error because of which the run could not go on."""
+    """Error that made the run fail; None if it did not fail."""
     stop: RunVerdict | None = None
     """Exit code and reason of a stop by a signal, a limit or a caller. They count only if rows remain."""
     added_files: Sequence[str] = ()
@@ -72,9 +72,11 @@ def verdict_of(end: RunEnd) -> RunVerdict:
     If several reasons apply, the first one in the order of this function counts.
     """
     if end.failure is not None:
+        # The text of an error may have its hint already.
         next_step = "" if end.failure.hint in str(end.failure) else end.failure.hint
         return RunVerdict(end.failure.exit_code, str(end.failure), next_step)
-    # A requested stop counts only if it has left rows.
+    # Rows remain that this worker has leased, or that no running worker has leased. A requested stop counts
+    # only in this case.
     if end.rows_left or end.rows_unheld:
         return _incomplete(end) if end.stop is None else end.stop
     if end.added_files:
@@ -96,6 +98,7 @@ def verdict_of(end: RunEnd) -> RunVerdict:
         end.rows_failed, rows_total=end.rows_total, max_failed_rows=end.max_failed_rows
     ):
         return RunVerdict(EXIT_FAILED_ROWS, f"done, but {failed_rows}")
+    # `rows_held` counts the remaining rows that other running workers have leased.
     return NOTHING_FREE if end.was_empty and end.rows_held else DONE
 
 

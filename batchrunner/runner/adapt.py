@@ -66,9 +66,11 @@ class Adaptation:
         self._memory = memory
         self._ends_at = ends_at
         self._sample: RunSample
+        """The newest load sample."""
         self._now: float
         """Time of the newest load sample, in seconds of the monotonic clock."""
         self._work = self._tune()
+        """The tuning; it waits for the next load sample at each `yield`."""
 
     async def take(self, sample: RunSample, now: float) -> None:
         """Process a load sample, read at `now` on the monotonic clock.
@@ -79,7 +81,8 @@ class Adaptation:
         self._sample, self._now = sample, now
         for watch in self._servers.values():
             await asyncio.to_thread(watch.take, sample, now)
-        next(self._work)  # Run `_tune` until it waits for the next load sample.
+        # Run `_tune` until it waits for the next load sample.
+        next(self._work)
 
     def stop(self) -> None:
         """Forbid further restarts, because the run stops."""
@@ -96,7 +99,8 @@ class Adaptation:
                 step = None if server.lost else self._next_step(server, watch)
                 if step is not None:
                     yield from self._try(server, step)
-                    break  # The rates have changed, so the next step needs another window.
+                    # The rates have changed, so the next step needs another window.
+                    break
 
     @property
     def _is_calm(self) -> bool:
@@ -115,11 +119,11 @@ class Adaptation:
             ends_at = min(ends_at, self._now + most_s)
             for watch in self._servers.values():
                 watch.begin()
+            # If a server starts again, the measurement begins anew.
             while self._is_calm:
                 yield
                 if self._has_full_window or self._now > ends_at:
                     return
-            # A server is starting again, so the measurement begins anew.
 
     @property
     def _has_full_window(self) -> bool:
@@ -133,7 +137,10 @@ class Adaptation:
         return self._sample.in_flight / max(self._sample.rows_per_s, 1e-9)
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
-        """Return the combined step if it pays, else the first single step that pays; None if none does."""
+        """Return the first step that pays; None if none does.
+
+        The first step combines all rules that give advice. The further steps have one rule each.
+        """
         steps = steps_for(watch.situation, self._memory.gains, server.may_change)
         return next((step for step, gain in steps if self._pays(server, gain)), None)
 

@@ -123,7 +123,7 @@ def check(job: str, overrides: Sequence[str]) -> Check:
     # A file with the ending .json may be a job, but one with another ending of JSON Lines is a batch file.
     is_batch = file_format is not None and file_format.kind == "JSON Lines" and file_format.ending != ".json"
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
-        if is_batch:
+        if is_batch:  # A batch file names no engine, and a check sends nothing, so the engine is simulated.
             loaded = job_of_batch(job, f"{scratch}/run", engine=["simulated"], overrides=overrides)
         else:
             loaded = load_job(job, overrides=overrides)
@@ -195,7 +195,8 @@ def _refusal(request: Request, model: PromptCheck) -> str | None:
             body = orjson.loads(request.prompt.content)
         else:
             body = wire.body_of(request)
-            # Raises RowRefusedError if the body cannot be written as JSON.
+            # Raises RowRefusedError if the body cannot be written as JSON. A simulated engine gets no JSON,
+            # so there every value passes.
             wire.bytes_of(body, default=str if model.engine == "simulated" else None)
         if wire.path_of(request) == CHAT_PATH:
             model.refuse_failing_chat(body)

@@ -44,6 +44,7 @@ class Control:
         flight, so a stop need not wait for rows."""
         self._listeners: list[Callable[[], object]] = []
         self._stopped = threading.Event()
+        """Set at a request to stop. It ends `sleep`, which threads call."""
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED, *, next_step: str = GO_ON) -> None:
         """Ask the run to send no more rows and to let requests in flight end.
@@ -204,9 +205,10 @@ class RunSignals:
     def _stop_at_once(self, reason: str) -> None:
         """Cancel the rows in flight. At a second call, or if no rows are in flight, end the process."""
         if self._stops_at_once or self._control.stage != "sending":
-            self._end_process()
+            self._end_process()  # This call does not return.
         self._stops_at_once = True
         self._on_loop(self._control.stop, reason)
+        # The timer is for a run that does not end by itself, for example because a thread is blocked.
         self._after(TIMING.stop_at_once, self._end_process)
 
     def _end_in(self, *stages: str) -> None:
@@ -217,7 +219,7 @@ class RunSignals:
     def _end_process(self) -> None:
         """Print the error and end the process even if threads still run. Journals need not be closed."""
         # A new Control is needed, because the event loop may be blocked and not have passed the signal on to
-        # `_control`.
+        # `_control`. `_first` has the reason and exit code of that signal.
         stopped = Control()
         stopped.drain(*self._first or (self._control.reason or "", self._control.exit_code))
         if self._control.stage == "starting":

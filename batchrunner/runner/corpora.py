@@ -119,7 +119,7 @@ class CorpusFeeder:
         return is_ngram and has_budget and is_direct and takes_corpus(arguments)
 
     def _note_start(self, url: str, output_tokens: int) -> None:
-        """Note that the run started a server, after which the server holds no corpus."""
+        """Note that the run started a server. A server that was just started holds no corpus."""
         start, server = self._engine.start_of(url), self._servers.get(url)
         if server is None:
             self._servers[url] = ServerCorpus(start, output_tokens)
@@ -155,13 +155,13 @@ class CorpusFeeder:
             )  # fmt: skip
         if step == "remove":
             server.is_confirmed = False  # before the request, whose reply may be lost
-        if step != "keep":
+        if step != "keep":  # A new corpus replaces the old one, because a corpus cannot grow.
             await _remove(status, own)
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
         """Tell whether a corpus would speed the run up, according to a replay of its answers.
 
-        The replay is repeated each time the number of output tokens has doubled.
+        `tokens` is the size of the answers. The replay is repeated each time that it has doubled.
         """
         if not self._judged_tokens or tokens >= 2 * self._judged_tokens:
             gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])

@@ -171,7 +171,7 @@ class LeasedRows(TaskRows):
         return self._look().plan
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return the number of remaining rows that living workers will do, and of rows that nobody will do.
+        """Return how many remaining rows living workers will do, and how many nobody will do.
 
         One of the two is 0. A living worker that holds a lease of any plan does all remaining rows, because
         it takes over from dead workers.
@@ -206,13 +206,14 @@ class LeasedRows(TaskRows):
                 wait.end()
                 if lease is not None or is_over:
                     return lease
+            # Free rows were left to other workers, but this worker may be allowed some of them soon.
             sleep(SHORT_POLL_S if self._rows_free else self._pause_before_look())
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
         """Take a lease, if need be from a dead worker. Also return whether no lease will become free."""
         self._refresh_if_old()
-        if self._has_its_share():
+        if self._has_its_share():  # Leave the free leases to others for now, and look again later.
             return None, False
         lease = self._take_free()
         if lease is not None:
@@ -229,7 +230,10 @@ class LeasedRows(TaskRows):
         return lease, is_over
 
     def _take_free(self) -> Lease | None:
-        """Take a lease that was free at the last look; return None if no lease was free."""
+        """Take a lease that was free at the last look; return None if no lease was free.
+
+        While this worker holds leases, its beacon shows that to other workers.
+        """
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
             # Without the lock, the end of another lease could delete the beacon before the new lease is
             # noted.
@@ -265,7 +269,10 @@ class LeasedRows(TaskRows):
         self._put_out_if_idle()
 
     def _put_out_if_idle(self) -> None:
-        """Delete this worker's beacon if it holds no lease. The caller holds `_lock`."""
+        """Delete this worker's beacon, the file that shows that it holds leases, if it holds no lease.
+
+        The caller holds `_lock`.
+        """
         if not self._uncommitted:
             self._beacon.put_out()
 
@@ -295,7 +302,7 @@ class LeasedRows(TaskRows):
 
     def _pause_before_look(self) -> float:
         """Return the seconds that a worker without a lease waits before it lists the lease files again."""
-        # The small addition makes sure that the verdict is due when this worker looks.
+        # With the small addition, it is certain at the next look whether the other worker is dead.
         verdict_due_s = self._others.seconds_to_verdict() + SHORT_POLL_S
         return min(self._pause_s(), verdict_due_s)
 
@@ -324,9 +331,11 @@ class LeasedRows(TaskRows):
             self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
 
     def _has_its_share(self) -> bool:
-        """Return whether this worker has more than an equal share of its unfinished rows and the free rows.
+        """Return whether this worker must leave the free rows to the other workers for now.
 
-        Without this limit, one worker could take all of the last rows, and the other workers would be idle.
+        That is so if it has more unfinished rows than an equal part, for each worker, of these rows and the
+        free rows. Without this limit, one worker could take all of the last rows, and the other workers would
+        be idle.
         """
         unfinished = self._unfinished()
         return unfinished * self._workers() > self._rows_free + unfinished
@@ -459,7 +468,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             leases.directory,
             writer=lock.token,
             check_stop=control.check,
-            replace=False,
+            replace=False,  # Workers may still read the sorted copies of earlier plans.
         )
         if path:  # A sorted copy of the input sets the order in which the rows are sent.
             leases.store.publish(path)

@@ -88,7 +88,7 @@ class Leases:
         """The sorted copies of the input that were opened, by file name."""
 
     def __len__(self) -> int:
-        """Return the number of leases, free, held and done."""
+        """Return the number of all leases: free, held and done ones."""
         return len(self._places)
 
     def refresh(self) -> list[str]:
@@ -165,7 +165,7 @@ class Leases:
         return sum(map(self._count, range(len(self))))
 
     def held(self) -> dict[int, str]:
-        """Return the name of the worker that holds a lease, for each held lease by its number."""
+        """Return which worker holds each held lease: the name of the worker by the number of the lease."""
         return {
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
@@ -180,7 +180,7 @@ class Leases:
         is_created = self._create(_name(number, turn), orjson.dumps({"task": self._task}))
         # An earlier call by this worker may have created the file and then failed.
         is_ours = is_created or self._holder(number, turn) == self._task
-        self._note(number, turn, ended=False)
+        self._note(number, turn, ended=False)  # Whoever took the lease, it is no longer free.
         return self._lease(number) if is_ours else None
 
     def end(self, lease: Lease, remaining: BitMap64) -> None:
@@ -236,7 +236,7 @@ class Leases:
         return self.directory / name
 
     def _count(self, number: int) -> int:
-        """Return the number of rows of a lease that its present or next holder gets."""
+        """Return how many rows of a lease the worker gets that holds it now, or that takes it next."""
         plan, positions = self._places[number]
         turn = self._turn(number)
         if turn:
@@ -247,7 +247,7 @@ class Leases:
         return plan.rows.range_cardinality(positions.start, positions.stop)
 
     def _rows(self, number: int, turn: int) -> BitMap64:
-        """Return the rows of a lease at a turn, that is, when one worker after another has taken it.
+        """Return the rows of a lease at a turn, which is the time for which one worker holds the lease.
 
         At turn 0 these are all rows of the lease; later, the rows that remained at the end of the turn
         before.
@@ -266,7 +266,10 @@ class Leases:
         return self._copies[plan.order].rows(positions)
 
     def _turn(self, number: int) -> int:
-        """Return the turn at which a lease is held, or at which it will be taken next."""
+        """Return the turn at which a lease is held, or at which it will be taken next.
+
+        A turn is the time for which one worker holds the lease; turns are counted from 0.
+        """
         turn, has_ended = self._turns.get(number, _UNTAKEN)
         return turn + 1 if has_ended else turn
 
@@ -285,11 +288,15 @@ class Leases:
                 self._free[number] = rows
             else:
                 self._free.pop(number, None)
-            self._changed.discard(number)  # only now, because the count may fail
+            # The lease leaves the set only now, because the count may fail.
+            self._changed.discard(number)
 
 
 def _name(number: int, turn: int) -> str:
-    """Return the name of the file that records which worker holds a lease at a turn."""
+    """Return the name of the file that records which worker holds a lease at a turn.
+
+    A turn is the time for which one worker holds the lease; turns are counted from 0.
+    """
     return f"{number:06d}.{turn}"
 
 

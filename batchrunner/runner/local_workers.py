@@ -106,7 +106,7 @@ class LocalWorkers:
         """Handle the ends of processes, and pass signals on; return whether a process is still running."""
         for process in [*self._processes]:
             if process.poll() is not None:
-                with contextlib.ExitStack() as stack:
+                with contextlib.ExitStack() as stack:  # closes the two files
                     output, errors = map(stack.enter_context, self._processes.pop(process))
                     self._note_end(process.returncode, output, errors)
         if self._control.reason is None and self._worst and self._worst.exit_code == EXIT_WRONG:
@@ -132,6 +132,7 @@ class LocalWorkers:
             raise control.interrupted("before the first row was sent") from None
         if not report.rows_left:
             return report
+        # If a signal stopped the run, its exit code matters more than the error of a process.
         if self._worst is not None and control.exit_code in {EXIT_STOPPED, EXIT_WRONG}:
             self._worst.report = report
             raise self._worst
@@ -147,6 +148,7 @@ class LocalWorkers:
         )
         for _ in range(self._signals_sent, signals):
             for process in self._processes:
+                # Without a number, no signal stopped this process. SIGTERM then ends the others gently too.
                 process.send_signal(number) if number else process.terminate()
         self._signals_sent = signals
 

@@ -236,6 +236,8 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
         if run_dir.run_json.exists() and not is_done:
             return
         if run_dir.copies.exists():
+            # Once the run is done, the caller may still hold the lock of its own task. Before a run has
+            # begun, every lock belongs to another process.
             possible_users = run_dir.other_tasks() if is_done else run_dir.all_tasks()
             if _is_held(possible_users):
                 return
@@ -255,7 +257,8 @@ def leave(prepared: PreparedJob) -> None:
             for path in run_dir.tasks.glob(f"*/{SEGMENT}*"):  # answers of rollouts that a dead worker stored
                 path.unlink(missing_ok=True)
     prepared.close()
-    # A worker with --join gets a new name at each start. Its working copy is needed only for its journals.
+    # A worker with --join gets a new name at each start. So its working copy (the files of a run in an object
+    # store, on this machine) is needed only for its journals.
     if prepared.joins and not any(run_dir.task_directory.glob("journal-*")):
         run_dir.store.discard_copy(run_dir.task)
 

@@ -39,7 +39,9 @@ class PromptCheck:
         self.unknown: str | None = None
         """Part of the job that only a start of the run can check, in words; None if there is none."""
         self._directory: Path | None = None
+        """Directory of the model's files; None if they are not on this machine."""
         self._chat: ChatTemplate | None = None
+        """Chat template of the model; None if chats are not checked."""
         self._chat_problem: str | None = None
         """Reason for which the chat template cannot be loaded; None if it can be loaded."""
         self._begins_twice = Counter[str]()

@@ -94,7 +94,9 @@ class Reuse:
         """Counts of the rows that got an answer of the other run."""
         assert job.output.reuse is not None
         self._run = look_at_run(job.output.reuse, job.storage)
+        """Directory of the other run."""
         self._facts = require_run_json(self._run)
+        """Content of the other run's run.json."""
         problem = self._problem(model, weights)
         if problem is not None:
             message = f"output.reuse: {self._run.name}: {problem}"
@@ -308,6 +310,7 @@ class Reuse:
                 # An item that cannot be sent has no request, and gets no stored answer.
                 if isinstance(item, Request) and digests_of_batch:
                     digests.write(item, prompt_bytes(item))
+                    # Equal requests may share one answer only if both conditions hold.
                     shares = is_repeatable(item) and self._prepared.dedupes
                     yield digests_of_batch[position], row, shares, row in missing
 

@@ -86,7 +86,7 @@ class TaskRows(ABC):
         return None
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return the number of rows that other living workers will do, and of rows that nobody will do."""
+        """Return the number of rows that other living workers will do, and the number that nobody will do."""
         return 0, 0
 
     def stop(self) -> None:

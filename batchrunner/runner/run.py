@@ -266,6 +266,7 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
     if not prepared.joins:
         values = report.as_dict()
         # The report of the last attempt with work has measured rates and times, which are 0 in this report.
+        # So only the fields in OF_RUN, which describe the run as a whole, replace those of that report.
         last_values = read_json(run_dir.report_json)
         save_report(run_dir, {**values, **last_values, **{name: values[name] for name in OF_RUN}})
     return report
@@ -390,6 +391,7 @@ class Run:
             plan=prepared.answers,
             durable_s=durable_s,
             part_s=part_s,
+            # On a disk the journal makes rows durable, so part files may come later and later.
             lag_grows=not is_in_store,
             lock=self.lock,
             committed=self.work.rows.committed,

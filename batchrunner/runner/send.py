@@ -121,8 +121,8 @@ class OutcomeSink:
     async def _parsed(self, outcome: Outcome, completion: Completion, functions: HookPool) -> Outcome:
         """Return an outcome with the columns that the job's Python function makes of its answer.
 
-        Equal rows share one answer, so the last result is kept. A function that
-        also gets the row must be called for each row.
+        Equal rows share one answer and come one after the other, so the last result is kept for the next row.
+        A function that also gets the row must be called for each row.
         """
         takes_row = functions.facts[PARSE].takes_row
         last = self._last

@@ -121,7 +121,7 @@ async def open_engine_of(
 
     `control` can stop the start.
     """
-    shape = shape_of(job, task)
+    shape = shape_of(job, task)  # Jobs of one shape share the flags that were tuned for one of them.
     making = make_engine(engine_of(job), log_dir=log_directory, limits=job.limits, task=task, shape=shape)
     engine = await control.wait_for(making, "while the engine was starting")
     stack.push_async_callback(engine.close)

@@ -243,9 +243,8 @@ def show_progress(path: str, workers: int) -> float:
     """
     started_at = time.monotonic()
     with contextlib.suppress(BatchrunError):  # Before the first worker starts there is no run.
-        state = status(
-            path, watch=False
-        )  # Heartbeats are not watched, because the caller knows which workers live.
+        # Heartbeats are not watched, because the caller knows which workers live.
+        state = status(path, watch=False)
         if state.rows_total is not None:
             line = (
                 f"{time.strftime('%H:%M:%S')} {state.rows_on_disk:,}/{state.rows_total:,} rows, "

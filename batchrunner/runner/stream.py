@@ -75,12 +75,16 @@ class RowBuffer:
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
+        """Rows, or batches of a table, that the program has passed and `take` has not returned."""
         self._rows = 0
         self._bytes = 0
+        """Number and size of the rows in `_pieces`."""
         self._ended = False
+        """Whether the program has no more rows."""
         self.stopped = False
         """Whether the stream needs no more rows."""
         self._changed = threading.Condition()
+        """Guards all attributes, and is notified when one of them changes."""
         self.failure: BaseException | None = None
         """Exception that the program's iterator raised; None if it raised none."""
 
@@ -128,6 +132,7 @@ class RowBuffer:
             pieces, self._pieces = self._pieces[:most], self._pieces[most:]
             for piece in pieces:
                 self._count(piece, -1)
+            # `put` may wait for room.
             self._changed.notify_all()
             return [] if self.stopped else pieces
 
@@ -301,7 +306,8 @@ class ProgramRows:
     """
 
     is_shared = True
-    """Treat the rows like those of a run that workers share: read and reorder only a few rows ahead."""
+    """True, because the rows are treated like those of a run that workers share: only a few rows are read and
+    reordered ahead."""
 
     def __init__(
         self,
@@ -332,7 +338,9 @@ class ProgramRows:
         self.kind = self._renderer.kind
         """Kind of the prompts; None if a Python function makes them."""
         self._read = 0
+        """Number of rows that were rendered."""
         self._ended = False
+        """Whether all rows of the program were rendered."""
 
     @property
     def unread(self) -> int:
@@ -351,6 +359,7 @@ class ProgramRows:
         An empty list means that no row came for a while, so the rows so far should be sent. If the program's
         iterator raises an exception, the rows end, and `RowBuffer.failure` is the exception.
         """
+        # `_first` has the batches that were taken from the buffer to find the columns.
         pieces, self._first = self._first or take_batches(self._buffer, 0), []
         while pieces:
             for piece in pieces:

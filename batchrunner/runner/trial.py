@@ -80,7 +80,7 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
     decodes = [batch for _, batch in passes if batch.decode]
     prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
-    steps = LOG_INTERVAL * len(decodes)
+    steps = LOG_INTERVAL * len(decodes)  # The server logs one of LOG_INTERVAL decode passes.
     figures: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
         ranks = len({rank for rank, _ in passes})
@@ -112,6 +112,7 @@ def output_rate(passes: Passes) -> float | None:
         # The rate of the first line is left out, because it covers the time before the measurement.
         for before, after in pairwise(batches):
             if after.throughput:
+                # Each line stands for equally many passes, so one pass of each gives the same ratio.
                 tokens_of_pass = (before.running + after.running) / 2 * after.accepted
                 tokens += tokens_of_pass
                 seconds += tokens_of_pass / after.throughput
@@ -149,6 +150,7 @@ class TrialRunner:
         args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}
         env = {**self.engine.env, **variables_in(request.args)}
         start_s = min(self.engine.start_timeout, within_s)
+        # A server that dies must end the trial, so it is not healed.
         spec = self.engine.model_copy(
             update={"args": args, "env": env, "start_timeout": start_s, "heal": False}
         )
@@ -245,6 +247,7 @@ class MeasuringEngine(ObservedEngine):
         """Count the tokens of an answer."""
         self._last = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
+        # Without a reported number, a completion counts as one token.
         tokens = sum(count or 1 for count in completion.completion_tokens)
         self.watch.row_ended(prompt, cached, tokens, completion.retractions)
         if len(self._answers) < MOST_ANSWERS:
@@ -282,6 +285,7 @@ class MeasuringEngine(ObservedEngine):
         """
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self.first_sent_at or self._last)
+        # The cost is 0 here. `TrialRunner.run` adds it once the server has shut down.
         result = self.watch.result(ended, why, at_s, 0.0)
         log = self.log_path.read_bytes() if self.log_path else b""
         # Only the steady part of the trial counts: the log lines between these two moments.

@@ -109,7 +109,7 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
 def _table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
     """Return batches as one table with this schema.
 
-    The metadata of columns may differ between input files.
+    The schemas of the batches are replaced, because the metadata of columns may differ between input files.
     """
     tables = []
     for batch in batches:

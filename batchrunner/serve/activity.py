@@ -37,8 +37,12 @@ class Activity:
         self._points = deque[LoadPoint](maxlen=MOST_POINTS)
 
     def update(self, batch_id: str, sample: RunSample, now: float) -> None:
-        """Take the state of a run at the Unix time `now`; every 5 s it becomes a point of the load."""
+        """Store the state of a batch's run at the Unix time `now`.
+
+        If the newest point of the engine's load is 5 s old, a new point is added from this state.
+        """
         self.running[batch_id] = sample
+        # The difference is negative if the clock was set back.
         if self._points and 0 <= now - self._points[-1].time < POINT_EVERY_S:
             return
         runs, schedulers = self.running.values(), sample.signals

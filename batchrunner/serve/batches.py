@@ -49,9 +49,8 @@ log = logging.getLogger(__name__)
 MOST_RUNNING = 10
 """Maximum number of batches that run on the engine at once. Several owners divide this number among them."""
 MOST_RUNNING_OF_OWNER = 2
-"""Minimum of the number of batches that an owner may run at once. It applies even if so many owners run
-batches that together they exceed MOST_RUNNING. Further batches of an owner wait until one of the owner's
-batches ends.
+"""Number of batches that each owner may always run at once, even if the batches of all owners together then
+exceed MOST_RUNNING. An owner's further batches wait until one of the owner's batches ends.
 """
 RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""
@@ -73,7 +72,7 @@ class BatchDisplay(Display):
         self._batch, self._activity = batch, activity
 
     def show(self, sample: RunSample) -> None:
-        """Show the present state of the run."""
+        """Show clients the present state of the run."""
         self._batch["request_counts"] = request_counts(
             total=sample.rows_total,
             completed=sample.rows_done - sample.rows_failed,
@@ -82,7 +81,7 @@ class BatchDisplay(Display):
         self._activity.update(self._batch["id"], sample, time.time())
 
     def close(self) -> None:
-        """Take the run, which has ended, out of the activity."""
+        """Remove the run, which has ended, from the server's activity."""
         self._activity.end(self._batch["id"])
 
 
@@ -91,7 +90,7 @@ class TooManyRequestsError(InputError):
 
 
 class Batches:
-    """The unfinished batches of a server."""
+    """Runs the unfinished batches of a server on its engine."""
 
     def __init__(
         self,
@@ -113,6 +112,7 @@ class Batches:
         self.info = engine.info
         self._options = options
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
+        """Control and asyncio task of each unfinished batch, by ID of the batch."""
         self.activity = Activity()
         self._owners = owners
         most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
@@ -163,6 +163,7 @@ class Batches:
         seconds_left = batch["expires_at"] - time.time()
         expiry = asyncio.get_running_loop().call_later(seconds_left, control.stop, EXPIRED)
         if batch["status"] == "cancelling":
+            # An earlier start of the server was asked to cancel the batch, but did not finish that.
             control.stop(CANCELLED)
         while True:
             try:
@@ -186,6 +187,8 @@ class Batches:
         """Take a batch from its current status to a final one; raises BatchrunError on an interruption."""
         try:
             if batch["in_progress_at"] is None:
+                # The memory suffices for one whole file at a time. The lock of the owner comes first, so that
+                # owners get the lock of the server in turn, however many batches they have.
                 async with self._whole_file_of[_owner_of(batch)], self._whole_file:
                     unfinished = self._state.unfinished_batches(_owner_of(batch))
                     other_batches = [each for each in unfinished if each is not batch]
@@ -196,12 +199,14 @@ class Batches:
             await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
+                # The file was valid before, so the batch is resumed after a pause.
                 raise
             path = self._state.path_of(FILES, batch["input_file_id"])
             errors = {"object": "list", "data": _errors_of(failure, path)}
             await self._finish(batch, "failed", errors=errors)
             return
         if control.reason == _SHUTDOWN:
+            # The next start of the server resumes the batch.
             return
         if control.reason != CANCELLED:
             await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
@@ -257,7 +262,7 @@ class Batches:
 
         Raises BatchFileError for lines with unusable custom_ids, and TooManyRequestsError for more requests
         than the owner may have beside those of its `other_batches`. With any other fault, only the line
-        itself fails.
+        itself fails. The number of requests is stored in the batch's record.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows
@@ -296,7 +301,8 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
-        # The lines of a batch that ended early, each with the error that it gets if it has no answer.
+        # If the batch ended early, this yields all its lines, each with the error that it gets if it has no
+        # answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)

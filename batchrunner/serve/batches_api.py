@@ -81,7 +81,8 @@ class BatchesApi:
             OWNER: owner.name,
         }
 
-        # Runs while no other batch can be added, so that parallel calls cannot exceed the limits together.
+        # `add_batch` calls this function while no other batch can be added, so that parallel calls cannot
+        # exceed the limits together.
         def check_limits() -> None:
             self._files.check_count(owner)
             self._owners.check_limits(owner, self._state.unfinished_batches(owner.name))

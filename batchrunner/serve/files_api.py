@@ -101,7 +101,8 @@ class FilesApi:
                 fields["file"] = (part.filename or "upload").encode(errors="replace").decode()
             else:
                 fields[str(part.name)] = await part.text()
-        for name in [*fields]:  # such as expires_after[seconds]
+        # Fields such as `expires_after[seconds]` become mappings.
+        for name in [*fields]:
             outer, bracket, inner = name.partition("[")
             if bracket:
                 fields.setdefault(outer, {})[inner.removesuffix("]")] = fields.pop(name)
@@ -114,7 +115,8 @@ class FilesApi:
             with target.open("wb") as content:
                 while block := await part.read_chunk(BLOCK_BYTES):
                     size += len(block)
-                    # Counted before it is written, so that parallel uploads do not exceed the limit together.
+                    # The block is counted before it is written, so that parallel uploads do not exceed the
+                    # limit together.
                     self._uploading[owner.name] += len(block)
                     stored = self._state.stored_bytes
                     await asyncio.to_thread(
@@ -126,6 +128,7 @@ class FilesApi:
                         used_by_all=stored.total() + self._uploading.total(),
                     )
         finally:
+            # The upload is no longer in progress. If it succeeded, its file counts as stored soon.
             self._uploading[owner.name] -= size
 
     def _write(self, content: IO[bytes], block: bytes, *, part: float, used: int, used_by_all: int) -> None:

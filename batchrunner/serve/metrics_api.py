@@ -33,6 +33,7 @@ class Readiness:
         self._check: asyncio.Task[str | None] | None = None
         """The present or last check, for which all clients wait together."""
         self._checked_at = 0.0
+        """Time of the monotonic clock at which the last check began."""
         self._look: asyncio.Future[int] | None = None
         """The last look at the directory, which never ends if its file system hangs."""
         self.disk_free: int | None = None
@@ -46,7 +47,9 @@ class Readiness:
         return await asyncio.shield(self._check)
 
     async def _find_problem(self) -> str | None:
+        """Return why the server is not ready; None if its directory and its engine answer in time."""
         look = self._look
+        # If the last look still hangs, wait for it again, so that only one thread hangs.
         if look is None or look.done():
             look = self._look = asyncio.ensure_future(asyncio.to_thread(self._state.look))
         await asyncio.wait([look], timeout=READ_S)
@@ -70,8 +73,8 @@ class BatchTally:
         self._unfinished: dict[str, Record] = {}
         """Counts of requests of the batches that may change, as they were last read, by ID of the batch."""
         self._resumed = set[str]()
-        """IDs of unfinished batches of an earlier process, whose requests of that process must not count. How
-        many these are is known once the batch shows its progress."""
+        """IDs of unfinished batches that an earlier process began. Requests that ended in that process must
+        not count. The next progress of such a batch shows how many they are, and its ID is removed."""
         self.ended_batches = Counter[tuple[str, str]]()
         """Number of batches with a final status, by owner and status."""
         self.ended_requests = Counter[tuple[str, str]]()
@@ -89,6 +92,7 @@ class BatchTally:
     def update(self) -> list[Record]:
         """Bring the counts up to date; return the unfinished batches."""
         batches = self._state.records[BATCHES]
+        # The newest batches are last, so the batches after `_newest` have not been counted yet.
         for name in reversed(batches):
             if name == self._newest:
                 break
@@ -98,9 +102,12 @@ class BatchTally:
             batch = batches[name]
             owner, counts = batch.get(OWNER, ""), batch["request_counts"]
             if counts != last_counts and name in self._resumed:
+                # These are the first counts of a batch that an earlier process began. They include the
+                # requests of that process, so only later changes count.
                 self._resumed.remove(name)
             else:
                 for outcome in ("completed", "failed"):
+                    # A count that has fallen adds nothing.
                     ended = counts[outcome] - last_counts.get(outcome, 0)
                     self.ended_requests[owner, outcome] += max(0, ended)
             self._unfinished[name] = counts
@@ -116,9 +123,11 @@ class MetricsApi:
     """Handlers of the calls, and the collector of the metrics."""
 
     def __init__(self, *, state: State, batches: Batches, owners: Owners) -> None:
+        """Collect metrics of the server, its batches and its owners."""
         self._state, self._owners, self._info = state, owners, batches.info
         self._readiness, self._tally = Readiness(state, batches), BatchTally(state)
         self._is_ready = False
+        """Whether the server was ready when the metrics were last read."""
         self._responses = Counter[int]()
         """Number of replies by HTTP status."""
         self._registry = CollectorRegistry(auto_describe=False)
@@ -137,19 +146,20 @@ class MetricsApi:
         return {"status": "ok"}
 
     async def count_response(self, _: web.Request, response: web.StreamResponse) -> None:
-        """Count a reply. aiohttp calls this before it sends one."""
+        """Count a reply. aiohttp calls this method before it sends the reply."""
         self._responses[response.status] += 1
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Return the metrics in the format that the client accepts, by default that of Prometheus."""
         if not request[OWNER_OF_CALL].admin:
             raise ApiError(403, "Only an admin may read the metrics.")
+        # `encode` calls `collect`, which cannot wait, so readiness is found before.
         self._is_ready = await self._readiness.problem() is None
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics. `prometheus_client` calls this for a request."""
+        """Yield the metrics. `prometheus_client` calls this method each time the metrics are read."""
         info = {
             "version": installed_version("batchrunner") or "",
             "model": self._info.model,
@@ -172,6 +182,7 @@ class MetricsApi:
 
     def _of_batches(self) -> Iterator[Metric]:
         """Yield the numbers of batches, of requests and of tokens."""
+        # Each owner has a value from the start, even without a batch.
         tally, queued = self._tally, Counter[str](dict.fromkeys(self._owners.names, 0))
         unfinished = tally.update()
         batches = Counter(tally.ended_batches)
@@ -251,7 +262,7 @@ class MetricsApi:
 def _family(kind: Any, name: str, text: str, *, labels: list[str], values: Mapping[Any, int]) -> Any:
     """Return a metric of prometheus_client's class `kind`, with a value for each combination of `labels`.
 
-    A combination of one label is a text.
+    The keys of `values` are the combinations: tuples of texts, or texts if there is only one label.
     """
     family = kind(f"{PREFIX}{name}", text, labels=labels)
     for combination, value in values.items():

@@ -133,6 +133,7 @@ class Owners:
         else:
             self._owners = read_owners(keys)
         self._accounts: dict[str, Account] = {}
+        """Account of each owner who has had a batch since the server's start, by name of the owner."""
         self._calls: dict[str, tuple[float, float]] = {}
         """Calls that an owner may make at once, and when that number was computed, by name of the owner."""
         self._day = _today()
@@ -149,7 +150,7 @@ class Owners:
 
     @property
     def names(self) -> list[str]:
-        """Names of the owners; only the empty one on a server without a file of keys."""
+        """Names of the owners. Without a file of keys, there is one owner, with an empty name."""
         return [owner.name for owner in self._owners]
 
     @property
@@ -250,6 +251,8 @@ class Owners:
     def tokens_of_day(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the tokens that owners have used on this day, and their limits; both empty without keys."""
         self._start_day()
+        # An account has the newest number of its owner. Owners without a batch since the server's start have
+        # no account, only the number that was read from the disk.
         used = {**self._tokens, **{name: account.tokens for name, account in self._accounts.items()}}
         limits = {
             owner.name: owner.max_tokens_per_day

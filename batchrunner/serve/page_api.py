@@ -39,6 +39,9 @@ class PageApi:
             "endpoints": [*endpoints],
         }
         self._began = time.time_ns()
+        """Time at which the server started. It makes `version` differ after a restart, which resets the count
+        of changes.
+        """
         self._html, self._headers = _page()
 
     async def page(self, _: web.Request) -> web.Response:
@@ -56,7 +59,8 @@ class PageApi:
             **self._server,
             "owner": owner.name or None,
             "time": time.time(),
-            # Differs whenever a batch that the owner sees has changed, also after a restart of the server.
+            # This text differs whenever a batch that the owner sees has changed, also after a restart of the
+            # server.
             "version": f"{self._began}-{changes.total() if owner.admin else changes[owner.name]}",
             "waiting": len(self._state.unfinished_batches(None if owner.admin else owner.name))
             - len(running),

@@ -30,7 +30,7 @@ class Page(BaseModel):
 
 
 class Records:
-    """Files and batches of a server, and its model."""
+    """Looks up the files and batches of a server, and its model."""
 
     def __init__(self, state: State, owners: Owners, model: str) -> None:
         """Look up records in `state`. `model` is the name of the engine's model."""

@@ -155,7 +155,7 @@ async def open_engine_patiently(
     control: Control,
     stack: contextlib.AsyncExitStack,
 ) -> SharedEngine:
-    """Open the engine, and wait for attached servers that are away. `stack` closes the engine."""
+    """Open the engine; while attached servers cannot be reached, try again. `stack` closes the engine."""
     while True:
         try:
             async with contextlib.AsyncExitStack() as opening:

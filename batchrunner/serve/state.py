@@ -84,13 +84,17 @@ class State:
         self.changes = Counter[str]()
         """Number of changes of each owner's batches since the start of the server, by the owner's name."""
         self._changing = asyncio.Lock()
+        """Lock that lets only one change at a time make its checks and be written."""
 
     def path_of(self, kind: str, name: str) -> Path:
         """Return the path of a file's content, or of a batch's run."""
         return self._directory / kind / name
 
     def look(self) -> int:
-        """Read a name of each directory of records; return the free bytes of the disk. Raises OSError."""
+        """Test that the directories of records can be read, and return the free bytes of the disk.
+
+        Raises OSError.
+        """
         for kind in (FILES, BATCHES):
             with os.scandir(self._directory / kind) as names:
                 next(names, None)
@@ -137,18 +141,19 @@ class State:
         await asyncio.to_thread(write_json, path, {**record, **changes})
         record.update(changes)
         self.records[kind][name] = record
+        # Clients of the page learn from this counter that a batch has changed.
         self.changes[record.get(OWNER, "")] += kind == BATCHES
         log.info("%s: %s", name, record["status"])
 
     async def add_file(
         self, name: str, *, owner: str, filename: str, purpose: str, expires_after: Record | None
     ) -> Record:
-        """Return a new record for content that is on the disk already; raises StorageError.
+        """Store a record for a file whose content is on the disk already, and return it; raises StorageError.
 
         `filename` is the name that clients see.
         """
         created = now()
-        # A file of the same name, if a kill came just after these results were written.
+        # A file of this name exists already if the server was killed just after it had written these results.
         replaced = self.records[FILES].get(name)
         record = await self.save(FILES, {
             "id": name,
@@ -167,6 +172,7 @@ class State:
 
     async def delete_file(self, name: str) -> bool:
         """Delete a file and its record; return False if an unfinished batch reads it. Raises StorageError."""
+        # With the lock, no new batch can take the file between the check and the deletion.
         async with self._changing:
             is_used = any(batch["input_file_id"] == name for batch in self.unfinished_batches())
             if not is_used:

@@ -129,7 +129,7 @@ def command_line(args: Mapping[str, Any]) -> str:
 
 
 def _option(name: str, value: Any) -> str:
-    """Return a flag or variable as it is typed in a shell."""
+    """Return a flag or variable as it is typed in a shell. The value None means that the flag is left out."""
     if name in VARIABLES:
         return f"{name}={value}"
     if value is None:
@@ -211,6 +211,7 @@ def slots_per_request(arguments: Mapping[str, Any]) -> int:
     """Return the number of state slots that a running request takes, from a server's resolved arguments."""
     if arguments.get("disable_radix_cache"):
         return 1
+    # A strategy that _SLOTS does not list takes 3 slots.
     strategy = str(arguments.get("mamba_radix_cache_strategy"))
     slots = _SLOTS.get(strategy, 3)
     # Without the overlap schedule, this strategy needs one slot less.

@@ -28,7 +28,7 @@ ADAPTING_RULES = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
     "long-prompts", "retractions", "pool-small", "states-full", "answers-repeat",
 })  # fmt: skip
-"""Rules of advice whose flags change during a run."""
+"""Rules of advice whose flags are changed by flag tuning during a run."""
 
 
 class Step(NamedTuple):
@@ -83,6 +83,7 @@ def steps_for(
         would_run = advice.evidence.get("would_run")
         if would_run:
             doublings = max(doublings, math.log2(would_run / situation.server.running))
+        # A predicted speedup says more about the gain than the size of the change.
         if speedup := advice.evidence.get("speedup"):
             doublings = math.log2(speedup)
         gain = gains.get(name, EXPECTED * doublings)
@@ -106,10 +107,10 @@ def _together(steps: Sequence[Step]) -> Step:
 def gain_over_others(ratios: Sequence[float], ratios_of_others: Sequence[Sequence[float]]) -> float:
     """Return a server's gain from a step relative to the other servers, which kept their flags.
 
-    Each ratio divides a rate after the step by the same rate before it. The rates are output tokens/s and
-    all tokens/s. The gain is the smaller one of the two rates, or 0 if one rate rose and the other fell.
-    Each ratio is divided by the others' mean, because rows may get longer or shorter for all servers. Without
-    other servers, the mean counts as 1.
+    There are two rates: output tokens/s and all tokens/s. A ratio is a rate after the step, divided by the
+    same rate before it. The server's ratios are divided by the mean ratios of the other servers (1 if there
+    are none), because rows may get longer or shorter for all servers. The result is the smaller gain of the
+    two rates, or 0 if one rate rose and the other fell.
     """
     mean_of_others = [fmean(others) for others in zip(*ratios_of_others, strict=True)] or [1.0] * len(ratios)
     gains = [ratio / others - 1 for ratio, others in zip(ratios, mean_of_others, strict=True)]

@@ -148,7 +148,7 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         if argument is None:
             return None
         if flag in _TOTALS:
-            # For these flags, the argument already is the total of all ranks.
+            # The argument of such a flag already is the total of all ranks.
             return int(argument)
         rank_value = argument
     value = as_flag(facts, flag, rank_value)
@@ -188,7 +188,8 @@ MOST_CLIP = 4096
 """SGLang's default clip for reserved output: it reserves memory for at most this many tokens of each
 output."""
 SHORTER = 0.9
-"""The clip is lowered only if the new value is below this fraction of the present one."""
+"""SGLang's clip for reserved output tokens is lowered only to less than this fraction of its present
+value."""
 FEWER = 0.9
 """If the KV pool is too small, `--max-running-requests` falls to this fraction of the running requests."""
 MOST_RUNNING = 4096
@@ -291,7 +292,7 @@ def _calmer(server: Server) -> list[float]:
 
 
 def _clip(server: Server) -> list[int]:
-    """Return the longest output as the clip, if that is clearly lower than the present clip."""
+    """Return the longest output as SGLang's clip for reserved output tokens, if it is clearly lower."""
     longest = server.longest_output or MOST_CLIP
     return [longest] if longest < SHORTER * (server.now(CLIP) or MOST_CLIP) else []
 
@@ -305,6 +306,7 @@ def _larger_pool(server: Server) -> list[int]:
     if present <= 0:
         return []
     most_running = server.facts.max_running or 0
+    # The running requests need the present pool, so all allowed requests need proportionally more.
     size_for_all = present * min(MOST_POOL, most_running / max(server.running, 1))
     sizes = [min(size, server.most_pool_tokens) for size in (size_for_all, 2 * present)]
     return [int(size) for size in dict.fromkeys(sizes) if size >= LARGER_POOL * present]
@@ -326,10 +328,11 @@ def _good_fraction(server: Server) -> list[float]:
     present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
     if present is None or spare_gb is None or not card:
         return []
-    # `good` is the free memory that SGLang's guides advise..
+    # Free memory beyond the amount that SGLang's guides advise.
     surplus_gb = spare_gb - server.band.good
     is_raise = surplus_gb > 0
-    # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
+    # The steps are rounded down, so that at least the advised memory stays free. They are negative if too
+    # little memory is free.
     steps = math.floor(surplus_gb / card / FRACTION_STEP)
     if is_raise:
         # Callers ask for a larger fraction only if far more memory is free than advised, so one step is safe.
@@ -344,8 +347,8 @@ def _good_fraction(server: Server) -> list[float]:
 def _higher_fraction(server: Server) -> list[float]:
     """Return the fraction of `_good_fraction`, then the present one plus a small step.
 
-    Values are for trials, which may kill their server. So half of the 5 GB suffice that SGLang's tuning
-    guides want free at least: servers on an H200 took 2.0 to 2.5 GB more once they were ready
+    The values are for trials, whose server may die. So they need only half of the minimum free memory in
+    SGLang's tuning guides (2.5 of 5 GB). Servers on an H200 took 2.0 to 2.5 GB more once they were ready
     (docs/benchmarks.md).
     """
     present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb or 0.0
@@ -369,6 +372,7 @@ def _fraction_for_pool(server: Server) -> list[float]:
 
     It is higher than the present one, and than the minimum that SGLang's error message names.
     """
+    # The search begins at FRACTIONS[0] if the present fraction is unknown.
     minimum = re.search(r"above (0\.\d+)", server.why)
     base = max(server.now("mem-fraction-static") or FRACTIONS[0], float(minimum[1]) if minimum else 0.0)
     fraction = round(base + ROOM_STEP, 3)
@@ -389,7 +393,7 @@ def _larger_chunk(server: Server) -> list[int]:
 
 
 def _smaller_chunk(server: Server) -> list[int]:
-    """Return the steps down of the prefill chunk, in tokens."""
+    """Return smaller sizes of the prefill chunk to try, in tokens, the largest first."""
     present = server.now("chunked-prefill-size")
     if present is None or present <= 0:
         # The chunk size is unknown, or chunking is off.
@@ -408,7 +412,8 @@ def _more_running(server: Server) -> list[int]:
         return []
     name = "max-running-requests"
     present = int(server.now(name) or 0)
-    # Running requests fill the fraction `usage` of the pool, so running / usage requests fit.
+    # Running requests fill the fraction `usage` of the pool, so running / usage requests fit. The usage is
+    # taken as at least 1 / MOST_RAISE, because a nearly empty pool would promise any number.
     fitting = as_flag(server.facts, name, max(server.running, 1) / max(server.usage, 1 / MOST_RAISE))
     power_of_two = 2 ** math.ceil(math.log2(fitting))
     target = min(power_of_two, MOST_RAISE * present, max(MOST_RUNNING, present))
@@ -430,7 +435,7 @@ def _running(server: Server) -> float:
 
 
 def _fewer_retracted(server: Server) -> list[int]:
-    """Return a lower `--max-running-requests`, once the scheduler reserves all of `max_new_tokens`."""
+    """Return a lower `--max-running-requests`, if the scheduler reserves all of `max_new_tokens` already."""
     fewer = int(FEWER * _running(server))
     return [fewer] if fewer and not _calmer(server) else []
 
@@ -458,10 +463,11 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     pool, share = server.facts.states, server.facts.state_share
     if pool is None or not share or server.running < 1:
         return 0
-    # Both variables are fractions of the two pools' memory that one request takes.
+    # A request takes these fractions of the two pools' common memory, for its states and for its tokens.
     states = per_request * size * share / pool.slots
     tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
     most_in_both = 1 / (states + tokens)
+    # The state pool gets at most the fraction MOST_STATES of the memory.
     most_with_states = MOST_STATES / states
     return int(min(most_in_both, most_with_states, MOST_RUNNING)) * per_request
 
@@ -481,6 +487,7 @@ def state_args(
     sets_running = without_cache and server.facts.number("max_running_requests")
     if server.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(server.facts, "max-mamba-cache-size", slots))}
+    # One slot more is counted, so that rounding leaves at least `slots`.
     new_share = (slots + 1) * size * (server.facts.state_share or 0.0) / pool.slots
     # The flag is the memory of the state pool, divided by that of the KV pool.
     ratio = new_share / (1 - new_share)
@@ -491,6 +498,7 @@ def _state_pool(flag: str, *, grows: bool) -> NextValues:
     """Return the function for the next value of a flag that enlarges (`grows`) or shrinks the state pool."""
 
     def values(server: Server) -> list[Any]:
+        """Return the value for as many slots as `state_slots` finds best; empty if it hardly changes."""
         pool = server.facts.states
         if pool is None:
             return []
@@ -521,7 +529,7 @@ def _twice_slots(server: Server) -> list[int]:
 
 
 def _lazy_states(server: Server) -> list[str]:
-    """Return the state strategy that takes fewer slots per request.
+    """Return the strategy of a hybrid model's state pool that takes fewer slots per request.
 
     Like the present strategy, it caches prefixes and lets SGLang prepare a pass during the previous pass.
     """
@@ -533,8 +541,8 @@ def _lazy_states(server: Server) -> list[str]:
 def _cache_off(server: Server) -> list[bool]:
     """Return `--disable-radix-cache` true if prompts are known to share no prefixes.
 
-    Without the cache, running requests get the state slots that cached prefixes occupied. If each request
-    takes only one slot, the cache is already off.
+    Without the cache, running requests of a hybrid model get the state slots that cached prefixes occupied.
+    If each request takes only one slot, the cache is already off.
     """
     if server.shared is None or server.shared >= GUIDES.shared:
         return []
@@ -574,12 +582,12 @@ def beside(name: str, value: Any, server: Server) -> dict[str, Any]:
     per_request = slots_after({name: value}, pool.per_request)
     # With this flag, states have 16 bits instead of 32.
     size = 0.5 if name == "mamba-ssm-dtype" else 1.0
-    # Only without the prefix cache a request takes a single slot.
+    # A request takes a single slot only if the prefix cache is off.
     return state_args(server, per_request, size, without_cache=per_request == 1)
 
 
 def best_backends(facts: Facts) -> Sequence[str]:
-    """Return the attention backend of SGLang's tuning guides for a GPU and a model, then one to compare.
+    """Return the attention backend that SGLang's tuning guides advise, and another one to compare it with.
 
     Empty if SGLang has to choose the backend itself.
     """
@@ -593,6 +601,7 @@ def best_backends(facts: Facts) -> Sequence[str]:
 
 
 def _other_backends(server: Server) -> list[str]:
+    """Return the attention backends of `best_backends` without the present one."""
     return [
         name
         for name in best_backends(server.facts)
@@ -611,17 +620,17 @@ def _interval(server: Server) -> list[int]:
 
 
 def _set(flag: str, value: Any) -> NextValues:
-    """Return the only move for a flag: to `value`, unless the flag has this value already."""
+    """Return a function whose only next value is `value`; empty if the flag has this value already."""
     return lambda server: [] if server.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
 def _at_least(flag: str, least: int) -> NextValues:
-    """Return the only move for a number of threads or processes: to `least`, unless it is as high already."""
+    """Return a function that raises a number of threads or processes to `least`, if it is lower now."""
     return lambda server: [least] if (server.now(flag) or 0) < least else []
 
 
 def _for_media(flag: str, least: int) -> NextValues:
-    """Return the move of `_at_least`, but only for a job whose prompts have images, sounds or videos."""
+    """Return the same values as `_at_least`, but only for prompts with images, sounds or videos."""
     return lambda server: _at_least(flag, least)(server) if server.media else []
 
 
@@ -649,6 +658,7 @@ def _other_layouts(server: Server) -> list[int]:
     more_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
     if facts.tp > 1 and least_fraction(facts) + more_weights < HIGHEST_FRACTION:
         sizes.append(facts.tp // 2)
+    # A replica of twice the size takes as many further GPUs as it has now.
     if facts.idle_gpus >= facts.gpus:
         sizes.append(2 * facts.tp)
     # If the number of heads is unknown, it is assumed to be divisible by any power of two.
@@ -688,6 +698,7 @@ def _with_ngrams(server: Server) -> dict[str, Any]:
     """
     # The smallest power of two that is large enough for the running requests.
     room = 2 ** math.ceil(math.log2(max(server.running, 1)))
+    # A present limit is not raised.
     most = server.now("max-running-requests")
     budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(server.facts.arguments) else {}
     return {"max-running-requests": min(int(most), room) if most else room, **budget}
@@ -706,7 +717,7 @@ def _kv_once(server: Server) -> list[int]:
 
 
 class Move(NamedTuple):
-    """The change of a flag that a sign, an observation about the server, calls for."""
+    """A change of a flag for one sign: an observation about the server that calls for the change."""
 
     values: NextValues
     """Returns the values to take, in order; empty if no value remains or too little is known."""

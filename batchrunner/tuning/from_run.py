@@ -64,7 +64,8 @@ def read_run(run: Path | RunDir) -> Situation:
                 log.read(path)
     load.settle()
     _read_lengths(run_dir, client)
-    # The log cannot replace the load samples, because it includes the start and the tail of the run.
+    # With too few load samples, those of the log are dropped too: they cannot take their place, because they
+    # include the start and the tail of the run.
     if not has_enough(load):
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
@@ -112,13 +113,17 @@ class _WorkerReader:
         self.client = client
         """Activity of the runner, summed over all workers read so far."""
         self._name = name
+        """Name of the worker, with which the names of its schedulers begin."""
         self._load = load
         self._before = dict(load.tracks), load.retractions, replace(client)
+        """State before this worker's events, to which `_restart` returns."""
         self._start: Mapping[str, Any] | None = None
+        """Event `start` of the present attempt; None before the first."""
         self._learned: dict[str, Any] = {}
         """Flags that the runner gave the servers in addition to the job's own."""
         self._tracks: dict[str, str] = {}
-        """Name of each scheduler in the series. Names are numbers, because ports change with each attempt."""
+        """Name of each scheduler in the series, by its own name. The names have numbers in place of ports,
+        because ports change with each attempt."""
         self._retractions = 0
         """Retractions of this attempt so far."""
         self._began: int | None = None
@@ -127,7 +132,7 @@ class _WorkerReader:
         """Maximum number of requests that have run at once since the first load sample."""
 
     def read(self, path: Path) -> None:
-        """Read the worker's event log to its end."""
+        """Read the worker's event log. A change of the servers' flags drops the load before the change."""
         for event in read_events(path):
             if (sample := sample_of(event)) is not None:
                 self.add(sample, at=sample.time)
@@ -141,7 +146,8 @@ class _WorkerReader:
                     self._began = None
                 case "engine_adapts":
                     self._restart()
-                # Several servers report the same change of flags; only the first report restarts the load.
+                # Several servers report the same change of flags. Only the first report drops the load so
+                # far.
                 case "engine_recalled" | "engine_healed" if (
                     not _new_args(event).items() <= self._learned.items()
                 ):
@@ -192,6 +198,7 @@ class _WorkerReader:
             client.empty += 1
             if sample.in_flight >= FULL * sample.window:
                 client.at_window += 1
+                # The window is full, but most of its requests have not reached the scheduler.
                 if 2 * running < sample.in_flight:
                     client.on_way += 1
             elif sample.resting > 0:
@@ -217,8 +224,8 @@ class ServerWatch:
     def take(self, sample: RunSample, now: float) -> None:
         """Add a load sample, read at `now`, and the server's log lines since the last sample.
 
-        Reads files: the server's log at each call, run.json once per span, and the part files as soon as
-        there is enough work to judge.
+        The server's log is read at each call, run.json once per span, and the part files as soon as there is
+        enough work to judge.
         """
         # The first load sample comes after run.json is written, so the file can be read now.
         if self._reader is None:
@@ -306,7 +313,7 @@ def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
 
 
 def _replay(run_dir: RunDir, situation: Situation) -> None:
-    """Set the tokens per decode step that n-gram speculation would yield, if it may gain anything here."""
+    """Predict, if it could pay here, how many tokens a decode step would yield with n-gram speculation."""
     client, facts = situation.client, situation.facts
     if facts.architecture is None or facts.on_cpu:
         return

@@ -166,6 +166,7 @@ def _cause_of_reserve(
     cause = f"outputs are {output_share:.0%} of max_new_tokens on average"
     if not is_short:
         return f"max_new_tokens is not the cause, because {cause}", "", "low"
+    # `clip` has at most one entry.
     for name, longest in clip.items():
         job_change += (
             f" (99% of the outputs have at most {longest} tokens), or {name}={longest} in the server's "
@@ -177,8 +178,10 @@ def _cause_of_reserve(
 def running_capped(situation: Situation, _: Flags) -> Finding | None:
     """Detect that `max_running_requests` is the limit while the KV pool has room."""
     most = situation.max_running or 0
+    # SGLang's own defaults never exceed MOST_RUNNING, so no higher limit is advised.
     if not frequent(situation.load, "capped") or situation.fills_up or not 0 < most < MOST_RUNNING:
         return None
+    # The state pool is the limit, and a higher `max_running_requests` would not enlarge the pool.
     if situation.waits_for_states:
         return None
     return Finding(
@@ -207,7 +210,7 @@ def states_full(situation: Situation, flags: Flags) -> Finding | None:
     else:
         pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
         if args:
-            # Number of requests that would run after the change, from which flag tuning predicts its gain.
+            # Flag tuning predicts the gain of the change from the number of requests that would run after it.
             slots_per_request = slots_after(args, pool.per_request)
             would_run = state_slots(situation.server, slots_per_request) // slots_per_request
     if FLAGS["mamba-ssm-dtype"].values("states", situation.server):
@@ -236,7 +239,7 @@ def retractions(situation: Situation, flags: Flags) -> Finding | None:
     }
     if not retracts_often(rate):
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
-    # Too few load samples for advice: the report then shows only the number of retractions.
+    # There are too few load samples for advice. The report then shows only the number of retractions.
     if not has_enough(situation.load):
         return None
     sign = f"{reading}, with token usage at {situation.server.usage:.2f}: retracted requests lose their work"
@@ -275,8 +278,7 @@ weights once and compute little."""
 LEAST_INTERVAL = 2
 """Minimum `--prefill-decode-interval` that pays, in decode steps."""
 FEWER_PASSES = 1.25
-"""`--prefill-decode-interval` pays if, without the flag, there are at least this many times as many passes as
-with it."""
+"""`--prefill-decode-interval` pays if it divides the number of passes by at least this factor."""
 LARGE_TP = 4
 """Minimum tensor parallelism at which larger CUDA graphs pay (SGLang's tuning guides)."""
 
@@ -361,6 +363,7 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
     decoding_share = 1 - interval / 2 / output_tokens
     if decoding_share <= 0:
         return False
+    # There are more decode steps, and one prefill pass for each interval of them.
     passes_with_interval = steps / decoding_share * (1 + 1 / interval)
     return prefills + steps >= FEWER_PASSES * passes_with_interval
 

@@ -101,7 +101,7 @@ class TrialResult:
 
     @property
     def is_speed(self) -> bool:
-        """Whether the speed counts, because the trial was measured to its end and rows were answered."""
+        """Whether the speed is valid: the trial was measured to its end, and rows were answered."""
         return self.ended == "measured" and self.tokens_per_s > 0
 
 
@@ -135,7 +135,7 @@ class TrialWatch:
     rows: int = 0
     """Number of answered rows."""
     _warm: TrialProgress | None = None
-    """Progress when steady time began."""
+    """Progress when the steady time began; None during the warm-up."""
     _busy: TrialProgress | None = None
     """Progress at the last reading in which a request waited."""
     _peak: int = 0
@@ -217,7 +217,7 @@ class TrialWatch:
         return begin, until
 
     def result(self, ended: Ended, why: str, at_s: float, cost_s: float) -> TrialResult:
-        """Return the result of a trial that has ended."""
+        """Return the result of a trial that has ended, with the speed in its measured span."""
         end = TrialProgress(at_s, self.tokens, self.rows)
         begin, until = self.measured_span(end)
         span_s = max(until.at_s - begin.at_s, 1e-9)

@@ -42,13 +42,16 @@ _read_memo = msgspec.json.Decoder(Memo)
 
 
 class Memory:
-    """A file of memos. Several processes may append to it; `recall` skips damaged lines."""
+    """A file with one memo a line. Several processes may append to it; `recall` skips damaged lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def recall(self, kind: str, about: str = "") -> list[msgspec.Raw]:
-        """Return the contents of the memos of one kind and subject, the oldest first; empty if unreadable."""
+        """Return the contents of the memos (lines of the file) that have this kind and subject, oldest first.
+
+        Empty if the file cannot be read.
+        """
         lines: list[bytes] = []
         with contextlib.suppress(OSError):
             lines = self.path.read_bytes().splitlines()
@@ -80,7 +83,7 @@ class Memory:
 
 
 def memory_of(spec: ServerEngine, model: str, *, cpu: bool) -> Memory:
-    """Return the memory of one model, its split over GPUs, one type of GPU and one version of SGLang."""
+    """Return the memory file for a model, its split over GPUs, the type of GPU and the version of SGLang."""
     card = "CPU" if cpu else str(next(iter(cards()), None))
     subject = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))
     digest = hashlib.sha256(repr(subject).encode()).hexdigest()[:12]
@@ -93,7 +96,7 @@ class SaferFlags(msgspec.Struct):
 
     args: dict[str, Any]
     why: str
-    """Clause with the day and the cause of the last death, after `starting with …`."""
+    """Clause that follows `starting with …` in the log: the day and the cause of the last death."""
 
 
 _read_safer_flags = msgspec.json.Decoder(SaferFlags)
@@ -123,12 +126,15 @@ _read_step = msgspec.json.Decoder(TriedStep)
 
 
 class FlagMemory:
-    """The best known flags and variables for a shape of job, and the gain of each step.
+    """The best known flags and variables for jobs of one shape, and the gain of each step.
+
+    Jobs have the same shape if their prompt, sampling and engine are the same.
 
     The workers of a joined run share the file, so they learn from each other.
     """
 
     def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
+        """Read what earlier runs have learned for this `shape`, a digest of prompt, sampling and engine."""
         self._memory = memory
         self._shape = shape
         # Steps of this worker, kept in memory in case the file cannot be written.
@@ -146,7 +152,7 @@ class FlagMemory:
         return {step.name: step.gain for step in self._latest()}
 
     def learn(self, step: str, gain: float, args: Mapping[str, Any] = {}) -> None:
-        """Record the gain of a step. Later runs start with its flags `args`, so leave them out if it lost."""
+        """Record the gain of a step. Later runs start with the flags `args`; pass none for a slower step."""
         self._record(TriedStep(step, round(gain, 3), dict(args)))
 
     def forget(self) -> None:

@@ -97,6 +97,7 @@ def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Findi
     """Return the rule on memory that ran out in a phase of the server; `where` names the phase in words."""
 
     def judge(situation: Situation, flags: Flags) -> Finding | None:
+        """Advise on the memory that ran out in `phase`; None if none ran out."""
         # The memory of CUDA graphs depends on the batch sizes that are captured, not on number types. Smaller
         # graphs are among the flags that `_ran_out` advises, so this phase needs no further remedy.
         remedy = "" if phase == "graph" else _narrower(situation, flags)
@@ -148,6 +149,7 @@ def killed(situation: Situation, flags: Flags) -> Finding | None:
 def crashed(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the server died of an error that no flag is known to cure."""
     died = situation.facts.died
+    # Other rules judge a killed process, and memory that ran out.
     if died is None or died.killed or situation.facts.last_trouble:
         return None
     return Finding(

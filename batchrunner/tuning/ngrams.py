@@ -1,4 +1,4 @@
-"""N-gram speculation: what it would gain on a job's answers, and when a server needs them as a corpus.
+"""N-gram speculation: what it would gain on a job's answers, and when to load answers as a corpus.
 
 With `--speculative-algorithm NGRAM`, SGLang looks up the last tokens of an answer in earlier outputs of the
 same scheduler, drafts the tokens that followed them there, and checks the whole draft in one decode step.
@@ -92,9 +92,9 @@ def checking_cost(running: float, kv_share: float) -> float:
 
     While `running` requests decode, the step reads the weights once, computes `CHECKED` tokens instead of one
     for each request, and reads the KV cache once as before. `kv_share` is the size of the KV cache in use
-    divided by that of the weights. This is arithmetic; no figure of it was measured.
+    divided by that of the weights. The result is calculated, not measured.
     """
-    # The unit of time is one read of the weights. Their matrix products never take less than that.
+    # Unit of time: one read of the weights. The matrix products never take less than that.
     weights = max(1.0, running / COMPUTE_BOUND)
     weights_with_drafts = max(1.0, running * CHECKED / COMPUTE_BOUND)
     return (weights_with_drafts + kv_share) / (weights + kv_share)
@@ -108,10 +108,10 @@ IGNORED = ("custom_params", "max_thinking_tokens")
 
 
 def is_exact(sampling: Mapping[str, Any] | None) -> bool:
-    """Tell whether answers keep their distribution with speculation; False for unknown sampling (None).
+    """Tell whether answers keep their distribution with n-gram speculation; False if `sampling` is None.
 
-    `sampling` is the section of a job. With temperature, `top_p` and `top_k`, SGLang accepts a drafted token
-    with exactly the probability that the model gives it.
+    `sampling` is the job's section of that name; None if unknown. With temperature, `top_p` and `top_k`,
+    SGLang accepts a drafted token with exactly the probability that the model gives it.
     """
     return sampling is not None and all(sampling.get(name) is None for name in INEXACT + IGNORED)
 
@@ -125,8 +125,8 @@ many tokens as the maximum (10 million nodes, up to 18 for a token). A corpus ta
 server's memory for a token."""
 
 LEAST_CORPUS_GAIN = 1.2
-"""Minimum ratio of words per decode step, with and without a corpus, at which a corpus is loaded into a
-server that has just started. A corpus has a cost, because its drafts replace drafts from the answer itself.
+"""A corpus is loaded into a server that has just started only if it raises the number of words per decode
+step by at least this factor. A corpus has a cost, because its drafts replace drafts from the answer itself.
 With SGLang's own matcher, a corpus lost 4 to 13 % on answers that repeat only themselves, and gained 50 % on
 answers made of common sentences."""
 
@@ -146,11 +146,11 @@ CorpusStep = Literal["add", "remove", "keep"]
 def corpus_step(available: int, generated: int, loaded: int) -> CorpusStep:
     """Return what to do about a server's corpus. All arguments are numbers of tokens.
 
-    `available` is the text of the run's answers, `generated` what this server has generated of it since it
-    started, and `loaded` the corpus that the server has. SGLang remembers what a server generated itself, and
-    drafts better from that than from a corpus. So a corpus only helps a server that has generated less than
-    the corpus holds: after a start, or one of many replicas. A corpus cannot grow, only be replaced; it is
-    replaced when it would be twice as large.
+    `available` counts the text of the run's answers, `generated` the part of this text that the server has
+    generated since its start, and `loaded` the server's present corpus. SGLang remembers what a server
+    generated itself, and drafts better from that than from a corpus. So a corpus only helps a server that has
+    generated less than the corpus holds: after a start, or one of many replicas. A corpus cannot grow, only
+    be replaced; it is replaced when it would be twice as large.
     """
     size = min(available, MOST_CORPUS)
     if generated >= size:

@@ -66,7 +66,8 @@ class Death(NamedTuple):
     """The cause of a server's death."""
 
     kind: Phase | Kind
-    """Phase in which memory ran out, `killed` if the kernel killed it for lack of memory, or else `crash`."""
+    """Phase in which memory ran out, `killed` if the kernel killed the server for lack of memory, or else
+    `crash`."""
     why: str
     """Log line or sentence that names the cause."""
     running: int = 0
@@ -117,10 +118,11 @@ value, the next group changes."""
 
 def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     """Return the arguments to change, as in `engine.args`; empty if none would help."""
-    # The kernel kills if the host's memory runs out. A smaller pool on the GPU would free none of it.
+    # The kernel kills a process if the host's memory runs out. A smaller pool on the GPU would not free host
+    # memory.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
-    # Flags of a state pool have moves for the sign "no-states", all other flags for one of the first two.
+    # Flags of a state pool change by the sign "no-states", all other flags by the first sign.
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
     server = Server(facts, running=death.running, why=death.why)
     for group in FLAGS_AFTER.get(death.kind, ()):
@@ -152,6 +154,7 @@ class Healer:
     def __init__(self, job_args: Mapping[str, Any], memory: Memory, incidents: list[Incident]) -> None:
         """Begin with arguments that worked in an earlier run, except those that `job_args` sets."""
         learned = recall_safer_flags(memory) or SaferFlags({}, "")
+        # `name_in` finds the job's own spelling of a flag that the job sets.
         self.args = {
             name: value for name, value in learned.args.items() if name_in(job_args, name) not in job_args
         }
@@ -170,13 +173,16 @@ class Healer:
             incidents.append(Incident("recalled", "the engine", learned.why, {"new": self.args}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
-        """Choose `args` after a server's death; return whether they may help, so that no row is to blame."""
+        """Store safer arguments in `args` after a server's death; return whether the next start may succeed.
+
+        If it may succeed, no row is to blame for the death.
+        """
         facts, flags = read_server(ended)
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # The server was started before another server's death changed `args`, so the new ones may suffice for
-        # it too.
+        # The server was started before another server's death changed `args`, so the changed arguments may
+        # help this server too.
         if not self._had_all(ended.args):
             return True
         args = safer(death, facts, flags)

@@ -82,7 +82,7 @@ class Rule:
 
     @property
     def move(self) -> Move | None:
-        """The entry of `FLAGS` for `flag` and `on`; None without a flag."""
+        """The change that `FLAGS` lists for `flag` and the sign `on`; None without a flag."""
         return FLAGS[self.flag].moves[self.on] if self.flag else None
 
     @property
@@ -569,12 +569,16 @@ DEATHS = frozenset(
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
-    """Return the advice of all rules: first changes, then options, then signs that nothing has to change."""
+    """Return the advice of all rules: first changes, then optional changes, then signs that all is well.
+
+    A change is left out if it conflicts with a change that takes precedence; see SILENCES.
+    """
     rules = [rule for rule in RULES if situation.is_judged or rule.name in DEATHS]
     all_advice = [advice for rule in rules if (advice := rule.apply(situation, flags))]
     rules_with_change = {advice.rule for advice in all_advice if advice.change}
     silenced = set[str]()
     for rule, silenced_rules in SILENCES.items():
+        # A rule that is silenced itself silences no other rule.
         if rule in rules_with_change and rule not in silenced:
             silenced.update(silenced_rules)
     remaining = [advice for advice in all_advice if not (advice.change and advice.rule in silenced)]

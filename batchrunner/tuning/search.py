@@ -123,12 +123,12 @@ def _quantile(freedom: int) -> float:
 
 
 FAILED_MORE = 0.01
-"""Maximum difference, between a challenger's share of failed rows and the best's, at which the challenger is
-safe. It is not 0, because trials do not answer the same rows."""
+"""A challenger is safe if its share of failed rows exceeds that of the best setting by at most this. It is
+not 0, because trials do not answer the same rows."""
 MOST_MISSES = 2
 """Maximum number of changes without a gain, one after the other, before the search leaves a flag."""
 TOGETHER = Flag("together", {})
-"""Placeholder for a joint change of all flags whose signs the best trial shows, except flags that need a
+"""Stands for all flags whose signs the best trial shows: they are changed together, except flags that need a
 GPU."""
 
 
@@ -172,7 +172,9 @@ class Search:
     def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
         """`args` has the job's own flags, which are tried first."""
         self.best = self.own = FlagSetting(args, machine.replicas_of(args))
+        """The best setting so far, and the setting of the job's own flags."""
         self.settings = {key_of(args): self.own}
+        """All settings that were tried, by their keys."""
         self.notes: dict[str, str] = {}
         """Result of each flag, or the reason why it was not tried."""
         self.reason = ""
@@ -180,6 +182,7 @@ class Search:
         self._machine = machine
         self._tuned_flags = tuned_flags
         self._changed: set[str] = set()
+        """Names of the flags of which a change was tried."""
 
     def steps(self) -> Generator[TrialRequest, TrialResult, None]:
         """Yield requests and receive results until no change of a flag is faster."""
@@ -195,8 +198,8 @@ class Search:
         self.reason = "no change of a flag is faster"
         # Each change beat only the setting before it, so the last one must also beat the job's own flags.
         while self._beats_own() == "again":
-            slower = min(self.best, self.own, key=lambda setting: len(setting.results))
-            yield from self._try(slower, "the best and the job's own flags, in turn", None)
+            less_tried = min(self.best, self.own, key=lambda setting: len(setting.results))
+            yield from self._try(less_tried, "the best and the job's own flags, in turn", None)
 
     @property
     def winner(self) -> FlagSetting:
@@ -204,7 +207,7 @@ class Search:
         return self.best if self._beats_own() == "faster" else self.own
 
     def _beats_own(self) -> RaceVerdict:
-        """Compare all trials of the best with all trials of the job's own flags."""
+        """Tell whether the best is faster than the job's own flags, by all trials of both."""
         if self.best is self.own:
             return "no faster"
         # The job's own flags failed in their last trial, so the best flags win.
@@ -240,9 +243,10 @@ class Search:
         return won
 
     def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
-        """Return the next untried change of a flag, or of all flags for TOGETHER; None if there is none."""
+        """Return the next untried change of one flag, or of all at once (TOGETHER); None if none is left."""
         if tuned_flag is not TOGETHER:
             return self._untried(tuned_flag)
+        # Flags that need a GPU are left out; see TOGETHER.
         all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
         all_changes = [change for flag in all_flags if (change := self._untried(flag))]
         combined = together(all_changes)
@@ -283,11 +287,12 @@ class Search:
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best setting and this one in turn; return whether this one is faster."""
-        # The comparison begins with the best setting's last trial, so that it need not run again.
-        before = len(self.best.speeds) - 1
+        # Of the best setting's earlier trials, only the last one is compared; the others are skipped.
+        skipped = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))
-        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
-            if len(self.best.speeds) - before <= len(setting.speeds):
+        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[skipped:])) is None:
+            # The setting with fewer trials in this race runs next; on a tie, the best setting does.
+            if len(self.best.speeds) - skipped <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
                 yield from self._try(setting, "again, in turn", self._incumbent(setting))
@@ -304,7 +309,7 @@ class Search:
         setting.results.append(result)
 
     def _incumbent(self, setting: FlagSetting) -> Incumbent:
-        """Return the best's speed, as the speed that one replica of the challenger has to beat."""
+        """Return the speed that one replica with `setting` must beat, for `setting` to become the best."""
         best = self.best.replicas * self.best.newest.tokens_per_s / setting.replicas
         return Incumbent(best, margin_to_stop(self._noise()))
 
@@ -334,7 +339,8 @@ class Search:
             best_speeds,
             self._noise(),
             more_per_pass=only_schedules and more_per_pass(newest.signs, best.signs),
-            # Passes have become fuller, so an apparent loss of up to LEAST_GAIN is noise for a small step.
+            # `worth` matters only if passes have become fuller. The gain of a small step is below the noise
+            # of measured speeds, so even an apparent loss of up to LEAST_GAIN is accepted for such a flag.
             worth=-LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN,
         )
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")

@@ -28,7 +28,7 @@ def metrics_off(situation: Situation, flags: Flags) -> Finding | None:
         "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
         "enable_cache_report": "cached tokens of each chat answer",
     }
-    # An argument that the server does not report is not False, so nothing is said about it.
+    # An argument that the server does not report is None, not False, so it does not count as off.
     disabled = {name for name in contents if situation.facts.arguments.get(name) is False}
     if situation.facts.metrics is False:
         disabled.add("enable_metrics")
@@ -181,7 +181,7 @@ prefix cache but did not."""
 PAGED = ("mla", "mha", "dsa", "nsa")
 """Parts of the names of attention backends that need KV cache pages of several tokens."""
 LOST_IN_PAGES = 0.15
-"""Minimum fraction of a request's KV cache pages that is empty, at which the pages are too large."""
+"""Pages are too large if at least this fraction of a request's KV cache pages is empty."""
 
 
 def cache_off(situation: Situation, _: Flags) -> Finding | None:

@@ -45,7 +45,7 @@ class Thresholds:
     retractions_per_min: float = 1.0
     """Maximum number of retractions per minute that is fine. SGLang's guides say "about one"."""
     overfull: float = 3.0
-    """Minimum count of recent retractions, which halves each minute, at which the KV pool is overfull. At one
+    """The KV pool is overfull from this count of recent retractions on. The count halves each minute. At one
     retraction a minute the count averages 1.4, and two retractions in a row are no pattern yet."""
     recomputed: float = 0.25
     """Running fewer requests may pay if at least this fraction of the generated tokens is lost to
@@ -53,27 +53,25 @@ class Thresholds:
     (benchmarks/results/advice.json). Retractions cost little, because a prefill computes the lost tokens
     again, which is cheaper than decoding, and SGLang itself admits fewer requests after each retraction."""
     memory_low_gb: float = 5.0
-    """Memory may run out if `available_gpu_mem`, when the server is ready, is below this, by SGLang's
-    guides."""
+    """Minimum `available_gpu_mem` of a ready server, by SGLang's guides. With less, memory may run out."""
     memory_good_gb: float = 6.5
-    """Advice aims at this `available_gpu_mem` when the server is ready: the middle of the 5-8 GB in SGLang's
+    """`available_gpu_mem` of a ready server at which advice aims: the middle of the 5-8 GB in SGLang's
     guides."""
     memory_high_gb: float = 10.0
-    """Memory is left unused if `available_gpu_mem`, when the server is ready, is above this, by SGLang's
-    guides."""
+    """Maximum `available_gpu_mem` of a ready server, by SGLang's guides. With more, memory is left unused."""
     at_cap: float = 0.95
     """`max_running_requests` counts as reached if running requests are at least this fraction of it."""
     far_below: float = 0.5
-    """Few requests run if they are below this fraction of `max_running_requests`. SGLang's guides expect a
+    """Few requests run if fewer than this fraction of `max_running_requests` do. SGLang's guides expect a
     number "close to" it."""
     short_output: float = 0.5
     """SGLang reserves too much memory if the mean output is below this fraction of `max_new_tokens`."""
     graph_batch: float = 512
     """A CUDA graph matters for batches of at most this many requests. SGLang's guides say 512 or 768."""
     graph_batch_small: float = 4096
-    """`graph_batch` for a small model, of at most `launched_gb`. On an H200, a decode pass of SmolLM2-135M
-    with about 2,000 rows takes 23 to 28 ms with a graph, and 53 to 96 ms without. SGLang's issue 33483
-    reports a factor of four on an L40."""
+    """A CUDA graph matters for batches of at most this many requests, if the model is small (`launched_gb`).
+    On an H200, a decode pass of SmolLM2-135M with about 2,000 rows takes 23 to 28 ms with a graph, and 53 to
+    96 ms without. SGLang's issue 33483 reports a factor of four on an L40."""
     launched_gb: float = 2.0
     """A model whose weights take at most this many GB has kernels that take less time than their launch."""
     graph_batch_tp: float = 768
@@ -132,7 +130,7 @@ def is_full(load: Gauges) -> bool:
 
 
 def reaches_cap(running: float, max_running: int | None) -> bool:
-    """Tell whether `max_running_requests` is the limit.
+    """Tell whether so many requests run that `max_running_requests` is the limit.
 
     With only one free slot, the limit counts as reached, because the scheduler is about to fill the slot.
     """
@@ -175,7 +173,7 @@ def waits_beside_room(load: Gauges) -> bool:
 
 
 def holds_back(load: Gauges) -> bool:
-    """Tell whether the server admits too few requests: some wait, and neither pools nor cap are the limit."""
+    """Tell whether requests wait although neither the pools nor `max_running_requests` are the limit."""
     return waits_beside_room(load) and not is_at_cap(load)
 
 
@@ -304,7 +302,11 @@ class Corner(StrEnum):
 
 
 def corner_of(load: Gauges, *, overfull: bool, share_held: float) -> Corner | None:
-    """Return the load state of a scheduler whose window is in use; None if no state fits."""
+    """Return the load state of a scheduler whose window is in use; None if no state fits.
+
+    `overfull` tells whether the KV pool retracts requests often. `share_held` is the share of the readings in
+    which the server holds requests back.
+    """
     # Several states may fit; the tests are in the order of precedence.
     if overfull:
         return Corner.FILLING

@@ -24,8 +24,8 @@ from batchrunner.tuning.signals import (
 Certainty = Literal["high", "medium", "low"]
 
 RESERVED = 0.8
-"""Minimum fraction of the KV pool that is reserved for outputs, at which the pool counts as the limit even if
-it is not full."""
+"""If at least this fraction of the KV pool is reserved for outputs, the pool counts as the limit even if it
+is not full."""
 POOL_SHARE = 4
 """A KV pool on a CPU may grow by at most the machine's free memory, divided by this number."""
 FLOAT32_BYTES = 4
@@ -43,12 +43,14 @@ class ClientActivity:
     empty: int = 0
     """Number of load samples with an empty queue while rows were still unsent."""
     at_window: int = 0
-    """Number of the `empty` samples in which at least 90 % of the window was in flight."""
+    """Number of the samples with an empty queue (`empty`) in which at least 90 % of the window was in
+    flight."""
     on_way: int = 0
-    """Number of the `at_window` samples in which most requests in flight had not reached the scheduler
-    yet."""
+    """Number of the samples with a full window (`at_window`) in which most requests in flight had not reached
+    the scheduler yet."""
     resting: int = 0
-    """Number of the `empty` samples with room in the window in which rows waited for a retry."""
+    """Number of the samples with an empty queue (`empty`) in which the window had room and rows waited for a
+    retry."""
     window: str | int = "auto"
     """The job's field `window`: the concurrency limit in requests, or "auto"."""
     connections: int | None = None
@@ -78,7 +80,8 @@ class ClientActivity:
     answers: int = 0
     """Number of answers on which n-gram speculation was replayed; 0 if it cannot gain anything."""
     repeated: float = 1.0
-    """Mean number of tokens that a decode step would yield with n-gram speculation, by this replay."""
+    """Mean number of tokens that a decode step would yield with n-gram speculation, by a replay of
+    `answers`."""
     speculates_exactly: bool = False
     """Whether answers keep their distribution with speculation (`ngrams.is_exact`)."""
     possible_share: float | None = None
@@ -107,7 +110,7 @@ def has_media(prompt: Mapping[str, Any]) -> bool | None:
 
 
 def sets_sampling(prompt: Mapping[str, Any]) -> bool:
-    """Tell whether the job's section `sampling` applies to all requests; `prompt` is another section.
+    """Tell whether the job's section `sampling` applies to all requests; `prompt` is its section `prompt`.
 
     Lines of a batch file, and the requests of rollouts, have sampling parameters of their own.
     """
@@ -131,7 +134,7 @@ class Situation:
 
     @property
     def is_judged(self) -> bool:
-        """Whether advice is possible. For a run, that takes a real engine and enough steady work."""
+        """Whether advice is possible. A run needs a real, not simulated, engine and enough steady work."""
         return self.client is None or (has_enough(self.load) and not self.client.simulated)
 
     @property
@@ -148,7 +151,7 @@ class Situation:
             running=self.load.median("running"),
             usage=self.load.median("usage"),
             decodes=self.decodes,
-            # Generated tokens per prompt, because the log has no lengths of outputs.
+            # The mean is generated tokens per prompt, because the log has no lengths of outputs.
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             shared=self._shared,
@@ -182,7 +185,7 @@ class Situation:
 
     @property
     def decoded(self) -> float:
-        """Tokens that `decode_steps` generated, estimated by the median batch."""
+        """Number of tokens that the decode steps generated, estimated from the median batch size."""
         return self.load.median("running") * self.decode_steps
 
     @property

@@ -64,8 +64,9 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     cpu = on_cpu(engine.device)
     gpu_cards = [] if cpu else cards()
     config = read_config(engine.model, engine.args.get("revision"))
+    # Engines that already run have no field `replicas`.
     gpus_a_replica, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
-    # The GPUs that the job's environment allows, or all GPUs of the machine.
+    # Count the GPUs that the job's environment allows, or all GPUs of the machine.
     gpu_count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
     if isinstance(replicas, int) and replicas > 1:
         # The job cannot use more GPUs than these, even if the machine has more.
@@ -193,7 +194,8 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
         settings: list[Args] = []
         for value in flag.values(sign, server):
             settings += _with_others(flag, value, server, machine.flags)
-        # If the first value may need more memory than is free, it is also tried with a smaller KV pool.
+        # If the first value needs more memory than is free, `with_memory` adds a smaller KV pool. That
+        # setting is tried too.
         with_smaller_pool = with_memory(sign, flag.name, server, machine.flags)
         if settings and len(with_smaller_pool) > 1:
             settings.append(with_smaller_pool)
@@ -212,6 +214,7 @@ def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[A
     if flag.name == "tp-size" and server.facts.is_moe:
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
     others = beside(flag.name, value, server)
+    # Flags that this version of SGLang lacks are left out.
     return [{flag.name: value} | {name: other for name, other in others.items() if flags.spelling(name)}]
 
 

@@ -120,6 +120,7 @@ class BackgroundController(Controller):
         gap_s = self._learn(now, reading)
         most_users = self._count_users(gap_s, reading)
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
+        # About this many rows end within a forward pass, so as many requests may wait for their slots.
         ahead = math.ceil(self._rate * PASS_S) + 1
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
         # Our rows get what the slots and the KV pool allow, less all requests that may be the users'.
@@ -165,7 +166,11 @@ class BackgroundController(Controller):
         return max(0, total - fewest_ours)
 
     def _make_room(self, reading: Reading, waiting_users: int, slots: int, ahead: int) -> None:
-        """Choose how many of our rows may stay in flight while users wait."""
+        """Choose how many of our rows may stay in flight while users wait.
+
+        `slots` is the maximum number of running requests. `ahead` is the number of rows that end within a
+        forward pass.
+        """
         if self._yields and reading.running >= IN_USE * slots and reading.usage <= GOOD_USAGE:
             # With all slots taken, SGLang itself preempts our rows for users. The waiting requests may be
             # these preempted rows, so no more room is made.
@@ -199,6 +204,7 @@ class BackgroundController(Controller):
         self._last_queue, self._last_running = reading.queue, reading.running
         # Try a higher limit little by little, until requests are stuck again.
         self._admits *= 2 ** (gap_s / TRUST_S)
+        # Up to `ahead` waiting requests are not stuck, because they may wait just for the next pass.
         # Token usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they
         # run.
         if has_started or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
@@ -207,7 +213,11 @@ class BackgroundController(Controller):
         return max(0, reading.in_flight - stuck)
 
     def _allowed_by_slots(self, slots: int, ahead: int) -> int:
-        """Return the number of requests, of the users and ours, that the slots allow."""
+        """Return the number of requests, of the users and ours, that the slots allow.
+
+        `slots` is the maximum number of running requests. `ahead` is the number of rows that end within a
+        forward pass.
+        """
         if self._yields and not self.users:
             return slots + ahead
         # `spare` of the law in the module's docstring.
@@ -216,7 +226,11 @@ class BackgroundController(Controller):
         return max(1, slots - self._spare)
 
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:
-        """Return the number of requests, of the users and ours, that the KV pool allows."""
+        """Return the number of requests, of the users and ours, that the KV pool allows.
+
+        Token usage is to stay below `_full`.
+        """
+        # At first, the number of requests that fill the pool is an estimate from their expected lengths.
         fits = float(self._fits)
         # Use the means only once they cover the whole running time of a row.
         if self._usage and now - self._began > self._life_s:

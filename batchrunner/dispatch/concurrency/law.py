@@ -101,7 +101,7 @@ SHOWN_AFTER_S = 5.0
 """Seconds that a scheduler's load state must last before users see it."""
 HELD_HALF_LIFE_S = 144.0
 """Half-life, in seconds, of the share of time in which the server holds requests back although it has room.
-With this half-life, a minute without a break counts as frequent."""
+With this half-life, a minute without a break is enough for the load state `held`."""
 HELD_ENDS = 0.8
 """The load state `held` ends only when the share of time in which the server holds requests back falls below
 this fraction of the share at which the state began. So the state does not flicker."""
@@ -175,9 +175,13 @@ class Controller:
         self._most = most
         self._began = self._doubled_at = now
         self._fresh_at: float | None = None
+        """Time of the last fresh load sample; None before the first."""
         self._period_s = 0.0
+        """Mean time between two load samples."""
         self._refused_at = -CALM_S
+        """Time of the last refusal or timeout that narrowed the window."""
         self._nearly_full_at = float("-inf")
+        """Time of the last load sample with a nearly full KV pool."""
         self._ended = self._retractions = 0.0
         """Totals at the last load sample."""
         self._recent_retractions = 0.0
@@ -187,7 +191,7 @@ class Controller:
         self._at_work = 0.0
         """Mean number of requests that run, or that were sent and have not reached the scheduler."""
         self._least_in_flight = 0.0
-        """Number of requests in flight, which follows a rise only slowly."""
+        """Smoothed number of requests in flight. It follows a fall at once, and a rise only slowly."""
         self._running = self._mean_rate = self._usage = 0.0
         """Means whose half-life is the running time of a row."""
         self._life_s = LONGEST_LIFE_S
@@ -205,7 +209,7 @@ class Controller:
         """Process a fresh sample; return the changes. `may_grow` is false if the route has a long queue."""
         gap_s = self._learn(now, reading)
         in_use = reading.in_flight >= IN_USE * self.window
-        is_calm = now - self._refused_at >= CALM_S
+        is_calm = now - self._refused_at >= CALM_S  # No refusal narrowed the window lately.
         is_full = self._is_full(now, reading)
         # The start ends once requests wait at the scheduler, or the pool is full.
         if self.state != "start" or reading.queue >= self.band.low or is_full:
@@ -220,8 +224,8 @@ class Controller:
         if self.state == "blind" or silence_s < patience_s:
             return []
         self.state = "blind"
-        # The window stays as it is. Only in a background run (`least` is 0) does it become 0, because users
-        # may have arrived unnoticed.
+        # Usually `least` is 1, and the window stays as it is. In a background run `least` is 0, so that the
+        # window becomes 0, because users may have arrived unnoticed.
         window = min(self.window, self.least * self._most)
         return self._move(window, f"no fresh load for {silence_s:.0f} s", always=True)
 
@@ -250,6 +254,7 @@ class Controller:
 
     def _learn(self, now: float, reading: Reading) -> float:
         """Update the averages with a load sample; return the seconds since the last sample."""
+        # Requests that are under way to the scheduler count as at work, because no gauge shows them.
         at_work = reading.in_flight - reading.queue
         # The totals start at the first sample, so that the first differences are 0.
         if self._fresh_at is None:
@@ -262,6 +267,7 @@ class Controller:
         self._ended = reading.ended
         self._period_s = (self._period_s + gap_s) / 2 if self._period_s else gap_s
         self._at_work += _weight(gap_s, HALF_LIFE_S) * (at_work - self._at_work)
+        # This number follows a fall of the requests in flight at once, but a rise only slowly.
         rise = _weight(gap_s, HALF_LIFE_S) * (reading.in_flight - self._least_in_flight)
         self._least_in_flight = min(reading.in_flight, self._least_in_flight + rise)
         self._learn_means(now, gap_s, reading)
@@ -297,6 +303,7 @@ class Controller:
     def _steer(self, now: float, reading: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
         """Move the window by the law in the module's docstring; return the change if it is large."""
         is_starting = self.state == "start" and reading.queue < self.band.low
+        # The scheduler has no queue, or only a short one at the start, so it may run more requests.
         if not is_full and (reading.queue == 0 or is_starting):
             return self._double(now, reading) if may_grow else []
         target = self._wanted_queue()
@@ -355,6 +362,7 @@ class Controller:
         # Near the beginning of a run the mean is close to 0, and a division by it would give a huge credit.
         usage = max(self._usage, NEAR_USAGE / 4)
         self._start_credit += self._mean_rate * GOOD_USAGE / usage * self._period_s
+        # As many whole rows may begin; the fraction is kept for the next sample.
         may_begin, self._start_credit = divmod(self._start_credit, 1)
         if self.is_overfull:  # No row may wait, and fewer rows may run, so that the pool becomes well used.
             room = min(reading.running + may_begin, GOOD_USAGE * self._running / usage)
@@ -389,7 +397,11 @@ class Controller:
         ]
 
     def _find_corner(self, gap_s: float, reading: Reading, *, in_use: bool) -> Corner | None:
-        """Return the load state of this sample; None if no state fits, or while the input is too slow."""
+        """Return the load state of this sample; None if no state fits.
+
+        `in_use` is whether the run fills its window. If the input is too slow for that, the load says nothing
+        about the engine, so the result is None.
+        """
         # Token usage 0 marks a task without decoding. The KV pool cannot hold back such a task.
         is_held = in_use and reading.usage > 0 and holds_back(reading) and not self.is_overfull
         self._held_share += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held - self._held_share)
@@ -437,6 +449,8 @@ def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None)
     """
     output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     prompt = TYPICAL_PROMPT_TOKENS
+    # The result sets the first window. Only with short outputs may a short prompt make it larger, because
+    # rows with long outputs grow together, and then many are retracted.
     if prompt_tokens is not None and output <= SHORT_OUTPUT_TOKENS:
         prompt = min(prompt, max(1, round(prompt_tokens)))
     return prompt + output // 2

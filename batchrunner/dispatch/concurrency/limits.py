@@ -92,7 +92,7 @@ class RouteLimit:
     """Maximum requests in flight on this route, in proportion to its share of the remaining rows; None before
     it is computed."""
     in_flight: int = 0
-    """Requests in flight of all runs, at the last load sample."""
+    """Number of requests of all runs that were in flight at the last load sample."""
 
     @property
     def window(self) -> int:
@@ -421,7 +421,7 @@ class ConcurrencyLimits:
             return []
         since_last_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
-        # Recent rows are the speed of a route, which background runs need as well.
+        # The counts of recent rows are also the speeds of the routes, which background runs need.
         for route in self.routes:
             route.count_recent(since_last_s)
         # In a background run, the engine's users limit each route, so shares are not needed.

@@ -29,9 +29,10 @@ _OUTPUT_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 class BackgroundServers(AttachedServers):
-    """Servers whose users go first, so that rows can be preempted: see `Engine.preempt`."""
+    """Servers whose users go before the run: its rows can be preempted (see `Engine.preempt`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        """Take the arguments of AttachedServers."""
         super().__init__(*args, **options)
         self._preempted: dict[asyncio.Task[Any], int] = {}
         """Output tokens of the rows that are being preempted, by the asyncio task that waits for each row."""
@@ -72,7 +73,7 @@ class BackgroundServers(AttachedServers):
             if task not in self._preempted:
                 raise
             preempted = PreemptedError(str(failure))
-            # `_post` has read this number from the reply to the aborted request.
+            # `_post` has read this number of output tokens from the reply to the aborted request.
             preempted.tokens = self._preempted[task]
             raise preempted from None
         finally:

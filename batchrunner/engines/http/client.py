@@ -80,7 +80,7 @@ START = "start the server, or correct engine.urls"
 """Advice to a user whose server does not answer."""
 _END = b"[DONE]"
 """Data of the event with which SGLang ends every event stream."""
-# A constant, because the lookup in the enumeration is slow and every row needs it.
+# This is a constant, because a lookup in the enumeration is slow and every row needs the value.
 _OK = HTTPStatus.OK.value
 
 Answer = TypeVar("Answer")
@@ -121,7 +121,9 @@ class HttpEngine(Engine):
         self.serving: list[Endpoint] = []
         """The servers that get rows. A gateway may add and remove servers during the run."""
         self.guard = ModelGuard()
+        """Checks that the servers that answer serve the run's model."""
         self._incidents: list[Incident] = []
+        """Incidents of the servers since the last call of `incidents`."""
         self._task = task
         self.api_key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -129,16 +131,22 @@ class HttpEngine(Engine):
             SECRETS.add(api_key)
         self._limits = limits
         self._row_session: aiohttp.ClientSession | None = None
+        """Session for rows; None before `connect`. See `_open_sessions`."""
         self._question_session: aiohttp.ClientSession | None = None
+        """Session for polls and for requests about the model; None before `connect`."""
         self._server_questions: ServerQuestions | None = None
+        """Asks servers about their model and arguments; None before `connect`."""
         self._reports_load = False
         """Whether the servers report their load at `/v1/loads`."""
         self._timeout_loop: asyncio.Task[None] | None = None
+        """Task that ends requests that exceed `limits.request_timeout`."""
         self._rid_prefix = f"batchrunner-{secrets.token_hex(6)}"
         self._rid_numbers = itertools.count()
+        """Numbers of the request ids, each of which is `_rid_prefix` and a number."""
         self._vocabulary: int | None = None
         """Number of tokens in the model's vocabulary; None if the model's files are not on this machine."""
         self._vector_length = VectorLength()
+        """Refuses vectors of another length than the model's."""
         self.model_to_send: str | None = None
         """Model name that every request must contain; None if the servers accept requests without a name."""
         self._model_names: frozenset[str] = frozenset()
@@ -150,6 +158,7 @@ class HttpEngine(Engine):
         self._no_thinking_budget: str | None = None
         """Reason why the servers would ignore `max_thinking_tokens`; None if they obey it."""
         self._name_lock = asyncio.Lock()
+        """Held while a server is asked what a new model name in the rows stands for."""
         self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
         """Permits to read an answer of more than `replies.LARGE_BYTES`."""
 
@@ -208,7 +217,8 @@ class HttpEngine(Engine):
         If any server that answers reports no load, return none, because the limits of all replicas are
         needed.
         """
-        # The reply of the first replica decides for all of them whether `/v1/loads` exists.
+        # The reply of the first replica decides for all of them whether `/v1/loads` exists. None means that
+        # the replica did not answer this time, so it may still report its load later.
         self._reports_load = await self._loads_of(descriptions[0].url) != []
         loads = await self.loads()
         servers_with_load = {load.server for load in loads}
@@ -274,6 +284,7 @@ class HttpEngine(Engine):
 
     async def close(self) -> None:
         """Close all connections."""
+        # From now on, `loads` asks no server.
         self._reports_load = False
         if self._timeout_loop is not None:
             self._timeout_loop.cancel()
@@ -429,6 +440,7 @@ class HttpEngine(Engine):
         """
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+            """Return a session with the API key and without cookies."""
             return aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -444,7 +456,7 @@ class HttpEngine(Engine):
     async def _end_late_requests(self) -> None:
         """End requests that exceed `limits.request_timeout`, until cancelled.
 
-        A timer for each request would be 8 % of the instructions that a row costs.
+        A timer for each request would take 8 % of the instructions that a row costs.
         """
         while True:
             await asyncio.sleep(min(LONGEST_TICK_S, self._limits.request_timeout / 10))
@@ -800,7 +812,7 @@ class HttpEngine(Engine):
             case aiohttp.ClientError() | OSError():
                 message = f"connection lost: {in_words(failure)}"
                 error = await self._connection_lost_error(endpoint, request.sent_at, message)
-                # With this error the server is alive, and may still compute the answer.
+                # This error means that the server is alive, and may still compute the answer.
                 if isinstance(error, AttemptFailedError):
                     await self._abandon(endpoint, request, message)
                 return error
@@ -844,7 +856,8 @@ class BundleAnswer:
                     if self._is_over and end.when() is None:
                         end.reschedule(asyncio.get_running_loop().time() + TIMING.stream_end)
         except TimeoutError:
-            # Without an end of all rows, the timeout is that of the connection.
+            # The timeout above begins only when all rows have ended. Before that, the error comes from the
+            # connection.
             if not self._is_over:
                 raise
         return self.refusal
@@ -932,6 +945,7 @@ class AttachedServers(HttpEngine):
         self._urls = urls
         self._gateway = gateway
         self._watch_loop: asyncio.Task[None] | None = None
+        """Task of `_watch`; None before `open` and after `close`."""
 
     async def open(self) -> EngineInfo:
         """Connect to the servers and describe them; see `Engine.open`."""

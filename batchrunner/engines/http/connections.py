@@ -80,12 +80,13 @@ class HeldPort:
     """
 
     def __init__(self) -> None:
+        """Reserve a free port, which is `number` from then on."""
         self._reservation = socket.socket(socket.AF_UNIX)
         for _ in range(_PORT_TRIES):
             self.number = free_port()
             # The reservation is an abstract Unix socket with the port in its name. Like ports, such sockets
-            # belong to the network namespace, and they vanish with their process. OSError: another process
-            # has reserved the port.
+            # belong to the network namespace, and they vanish with their process. An OSError means that
+            # another process has reserved the port.
             with contextlib.suppress(OSError):
                 self._reservation.bind(f"\0batchrunner-port-{self.number}")
                 return

@@ -139,8 +139,9 @@ def code_of(content: bytes) -> str | None:
 def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
     """Return the error of a row that the gateway itself refused; None if the row may be at fault.
 
-    No row is to blame if the gateway reached no worker, or has a limit. After a timeout, the attempt counts
-    against the row. If a connection broke before the answer, the row may have killed the worker.
+    No row is to blame if the gateway reached no worker, or refused the request because of a limit of its own.
+    After a timeout, the attempt counts against the row. If a connection broke before the answer, the row may
+    have killed the worker.
     """
     code = code_of(answer.content)
     if code is None:
@@ -298,21 +299,26 @@ class ThroughGateway(HttpEngine):
         self._why = why
         self._key_header = routing_key_header
         self._gateway: GatewayQuestions | None = None
+        """Asks the gateway for its workers; None before `open`."""
         self._model_id = ""
+        """Model name by which the gateway finds the workers."""
         self._workers = WorkerStates()
+        """State of each worker: its load, its model and its routing key."""
         self._has_keys = False
         """Whether the gateway routes by keys."""
         self._key_numbers = itertools.count()
+        """Numbers of the routing keys that are tried."""
         self._in_use: frozenset[str] = frozenset()
         """URLs of the workers to which the gateway sends requests now."""
         self._key_search: asyncio.Task[None] | None = None
         """Search for new keys, after a change of the workers."""
         self._next_search_at = 0.0
-        """No new key search starts before this time (seconds of the monotonic clock), even if a wrong worker
-        answers."""
+        """Earliest time of the next search for routing keys (seconds of the monotonic clock), even if a
+        request reaches another worker than the one that its key was found for."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
+        """Whether the gateway did not answer when it was last asked."""
 
     async def open(self) -> EngineInfo:
         """Read the list of workers, and find out whether the gateway routes by keys.
@@ -337,11 +343,13 @@ class ThroughGateway(HttpEngine):
         self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
         self.model_to_send = self._model_id
         self._model_names = frozenset({self._model_id, str(model["model_path"])})
+        # A worker is described by its labels. Without labels, the run's model has no fields to compare.
         self.guard.model = common_model([worker.model for worker in workers if worker.labels] or [{}])
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
         self._in_use = urls_in_use(workers)
-        # If any worker is no regular HTTP server, the gateway must choose the workers, so there are no keys.
+        # If any worker is no regular HTTP server, the gateway must choose the worker of each request, so no
+        # routing keys are searched.
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
         keys = {} if peculiarity else await self._keys_of(self._in_use)
         self._has_keys = bool(keys)
@@ -436,7 +444,7 @@ class ThroughGateway(HttpEngine):
         error = refusal_of(answer)
         if isinstance(error, (EngineDownError, EngineDiedError)):
             for url, state in self._workers.of.items():
-                # The gateway's message may name the worker, also if the route is the whole gateway.
+                # The gateway's message may name the worker, even if the route is the whole gateway.
                 if url == endpoint.url or url.encode() in answer.content:
                     state.watch.record_failure()
         return error or super()._refusal(endpoint, answer)
@@ -514,6 +522,7 @@ class ThroughGateway(HttpEngine):
         """Return the load of each worker that gets rows."""
         in_use = urls_in_use(workers)
         used_workers = [worker for worker in workers if worker.url in in_use]
+        # Each row needs a prefill and a decode worker, so these have one load together.
         if any(worker.worker_type == "decode" for worker in used_workers):
             return [self._load_of_halves(used_workers, now)]
         # A worker gets rows only once a routing key leads to it.
@@ -553,6 +562,7 @@ class ThroughGateway(HttpEngine):
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
         # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
         counts = [worker.load for worker in decoding if worker.load is not None]
+        # If a count is missing, only the run's own rows are known.
         counted = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(counted, sum(map(_rows_of, self.serving)))
         report = sum_of([worker.report for worker in decoding])
@@ -603,6 +613,7 @@ class ThroughGateway(HttpEngine):
             for sender in endpoint.senders.values():
                 assert isinstance(sender, GatewaySender)
                 if sender.answered_by not in {None, endpoint.url}:
+                    # The warning is logged once. Later searches are routine.
                     if not self._next_search_at:
                         log.warning(ASTRAY, endpoint.url, sender.answered_by)
                     sender.answered_by = None
@@ -617,7 +628,7 @@ class ThroughGateway(HttpEngine):
             urls = self._in_use
             keys = await self._keys_of(urls)
             if not keys.keys() >= urls:
-                # A worker or the gateway is down. Its old key stays until it answers again.
+                # A worker or the gateway is down. The worker's old key stays until the worker answers again.
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
             for url, key in keys.items():

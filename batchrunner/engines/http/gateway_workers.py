@@ -208,13 +208,14 @@ class LoadEstimate:
     """How many requests each of the last reports has shown to be at work; reports without requests are left
     out."""
     _from_others: int = 0
-    """Requests that the last report shows but the gateway does not count, such as requests of another
-    gateway."""
+    """Number of requests that the last report shows but the gateway does not count, such as requests of
+    another gateway."""
 
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
         """Process the last report of a worker, which may be one that was processed before.
 
-        `in_flight` is the number of requests at the worker now.
+        A new report shows how many requests can be at work (running or on the way) at the worker. `in_flight`
+        is the number of requests at the worker now.
         """
         running, waiting = report.num_running_reqs, report.num_waiting_reqs
         # A report without a time and without requests means that the gateway could not read the load.
@@ -241,8 +242,8 @@ class LoadEstimate:
         """
         limit = self._report.max_running_requests
         requests = in_flight + self._from_others
-        # The largest number of recent reports counts, because a report from between two batches shows few
-        # requests at work.
+        # The largest number in recent reports counts, because a report from between two batches shows few
+        # requests at work. Before the first report, all allowed requests are assumed to be at work.
         most_at_work = max(self._at_work, default=requests if limit is None else limit)
         at_work = min(requests, most_at_work)
         return SchedulerLoad(
@@ -260,8 +261,8 @@ class LoadEstimate:
 
 
 SAME_WEIGHTS = 0.05
-"""Relative difference up to which two measurements of the weights' memory count as the same model. SGLang
-measures the memory at each start, and other processes on the GPU change the result a little."""
+"""Two measurements of the weights' memory count as the same model if they differ by at most this fraction.
+SGLang measures the memory at each start, and other processes on the GPU change the result a little."""
 
 
 NO_REPORT = ""
@@ -275,13 +276,13 @@ class WorkerWatch:
     The gateway does not notice this, because it reads a worker's model only when the worker is registered.
     Only the load reports show it, because the weights of the other model take another amount of memory.
     Before that, requests to the worker fail. From such a failure on, the worker is in doubt and its answers
-    do not count, until a report that is newer than the failure.
+    do not count, until a report arrives that is newer than the failure.
     """
 
     url: str
     in_doubt: bool = False
     _weights_gb: float | None = None
-    """Memory of the weights by the first report; None if no report has it, and then nothing is in doubt."""
+    """Memory of the weights in the first report that has it; None before. Until then, nothing is in doubt."""
     _report_before: Any = None
     """Time of the newest report that the gateway had when the doubt arose; None until its list is read
     again."""
@@ -311,6 +312,7 @@ class WorkerWatch:
             # This report may be older than the failure, so only the next one ends the doubt.
             self._report_before = reported_at
         elif reported_at != self._report_before or reported_at is None:
+            # The report is newer than the failure, or reports have no times by which to tell.
             self.in_doubt = False
 
 

@@ -67,6 +67,7 @@ class ModelGuard:
         self.weights: str | None = None
         """Version of the weights that all answers have had."""
         self._endpoints: list[Endpoint] = []
+        """Servers whose models are checked."""
 
     def watch(self, endpoint: Endpoint, question: ModelQuestion) -> None:
         """Let the guard check a server's model; `question` asks the server which model it serves."""

@@ -77,8 +77,8 @@ SAME_AGE_S = 1.0
 SAME_SHARE = 0.05
 """Two requests also count as equally old if their ages differ by at most this fraction."""
 BETWEEN_S = 1.0
-"""Minimum seconds between the times at which two counted requests were sent. Requests that were sent together
-and lost together have the same age in any case."""
+"""Of requests that were sent within this many seconds, only the first one counts. Requests that were sent
+together and lost together always have the same age."""
 REQUESTS = 3
 """Number of requests that must end at the same age before the age counts as a limit."""
 

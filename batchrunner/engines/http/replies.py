@@ -210,7 +210,7 @@ MOST_ANSWER_BYTES = 128 << 20
 MOST_EVENT_BYTES = 16 << 20
 """Maximum bytes of an event in the answer to a bundle. A row with a larger event is sent again alone."""
 LARGE_BYTES = 1 << 20
-"""Bytes of an answer from which it counts as large, so that it is read only with one of the LARGE_AT_ONCE
+"""An answer with more bytes than this counts as large, so it is read only with one of the LARGE_AT_ONCE
 permits."""
 LARGE_AT_ONCE = 8
 """Maximum number of large answers that are read at the same time. Otherwise a thousand answers that do not
@@ -393,6 +393,7 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
         ids = [None] * len(choices)
     answers = []
     for number, choice in enumerate(choices):
+        # SGLang may name an abort in the meta information or in the choice itself.
         raise_abort(choice.meta_info.finish_reason)
         raise_abort(choice.finish_reason)
         message = choice.message
@@ -452,7 +453,7 @@ def _completion(
     if len(answers) != output_count:
         raise AttemptFailedError(f"the reply has {len(answers)} samples, not {output_count} (sampling.n)")
     texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
-    # One loop over the answers, because a comprehension for each list would take twice as long.
+    # All lists are filled in one loop, because a comprehension for each of them would take twice as long.
     for answer in answers:
         meta = answer.meta
         texts.append(answer.text)
@@ -480,7 +481,7 @@ def _completion(
     asks = request.asks
     if asks is None:
         return completion
-    # Most chats ask for the column `reasoning` only, and have none. This test spares them the steps below.
+    # Most chats ask for the column `reasoning` only, and have no reasoning. They skip the steps below.
     if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
         return completion._replace(columns=NO_REASONING)
     if "reasoning" in asks.names:
@@ -513,7 +514,7 @@ def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[An
     Raises AttemptFailedError if the reply lacks requested token ids or probabilities.
     """
     metas = [answer.meta for answer in answers]
-    # Functions, so that only the requested columns are computed.
+    # These are functions, so that only the requested columns are computed.
     values: dict[str, Callable[[], list[Any]]] = {
         "reasoning": lambda: [answer.reasoning for answer in answers],
         "tool_calls": lambda: [_calls(answer.calls) for answer in answers],

@@ -59,10 +59,10 @@ class ModelWatch:
 
     ask: ModelQuestion
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a request for the model is in flight, so that the next request waits."""
+    """Held while a request that asks for the model is in flight, so that the next such request waits."""
     next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
-    """Task of the next request for the model, which is not sent yet. Its result is an error, or None if the
-    server serves the run's model."""
+    """Task that will ask the server next which model it serves; its request is not sent yet. Its result is an
+    error, or None if the server serves the run's model."""
 
 
 class HangPause(NamedTuple):

@@ -127,7 +127,7 @@ Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 """Number of requests at one scheduler. The upper limit is about sixteen times the number of TCP ports of one
 IP address."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
-"""Number of tokens in a reply of a server."""
+"""A number of tokens in the reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 """Any other number in a reply of a server."""
 
@@ -209,7 +209,7 @@ def counters_in(text: str) -> dict[str, float]:
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
-    # First collect the samples of all ranks, because the lowest rank is not known before.
+    # The samples of all ranks are collected first, because the lowest rank is known only at the end.
     samples = []
     for family in text_string_to_metric_families(text):
         if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX):
@@ -463,9 +463,9 @@ def scheduler_states(server: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
-    """Return the limit of a scheduler that belongs to a server argument; None if unknown.
+    """Return the limit that a scheduler applies for a server argument; None if unknown.
 
-    With DP attention SGLang divides `max_running_requests` among the DP ranks.
+    With DP attention, SGLang divides `max_running_requests` among the DP ranks.
     """
     limit = state.get(argument)
     if argument == "max_running_requests":

@@ -60,7 +60,7 @@ async def _watch(url: str, span_s: float) -> Situation:
         end = time.monotonic() + span_s
         while not is_interrupted.is_set() and time.monotonic() < end:
             await server.poll()
-            # Wait for the next poll, but not longer than until Ctrl-C.
+            # Ctrl-C ends the wait for the next poll.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_interrupted.wait(), TIMING.load_poll)
         return server.situation()
@@ -72,7 +72,9 @@ class _Server:
     def __init__(self, status: ServerStatus) -> None:
         self._status = status
         self._series = Series()
+        """Load samples so far."""
         self._facts = Facts()
+        """What the polls have shown about the server."""
         self._report_times: dict[str, float | None] = {}
         """Time stamp of the last load report of each scheduler."""
         self._first_counters: dict[str, float] = {}

@@ -254,8 +254,8 @@ STREAM_INTERVAL = 1 << 30
 """Number of tokens between two events of a row that is not watched for repetition. The number is so large
 that only two events come: one after the first token, and one at the end."""
 LEAST_TOKENS = 1024
-"""Minimum of `max_new_tokens` from which an answer is watched for repetition. A shorter answer has no room
-for repetition."""
+"""An answer is watched for repetition if its `max_new_tokens` is at least this number. A shorter answer has
+no room for repetition."""
 LEAST_BETWEEN = 256
 """Minimum number of tokens between two events of a watched row."""
 MOST_EVENTS = 32

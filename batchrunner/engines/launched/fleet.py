@@ -72,8 +72,11 @@ class LaunchedFleet(HttpEngine):
         self._spec = spec
         self._log_dir = log_dir
         self._replicas: dict[str, SGLangServer] = {}
+        """The servers by their URLs, which are also the names of the routes."""
         self._healer: Healer | None = None
+        """Chooses safer arguments after a death; None without recovery."""
         self._shape = shape
+        """Digest by which tuned flags are stored for similar jobs; None if flags are not tuned."""
         self.memory: FlagMemory | None = None
         """Learned flags for jobs of this shape; None if flags are not tuned during the run."""
         self._watching: list[asyncio.Task[None]] = []
@@ -141,7 +144,7 @@ class LaunchedFleet(HttpEngine):
         return self.memory is not None or super().may_speculate()
 
     def arguments_of(self, url: str) -> Mapping[str, Any]:
-        """Return a server's arguments, changed by flag tuning, with underscores in their names."""
+        """Return a server's present arguments, with its tuned flags, and with underscores in the names."""
         adapted = self._replicas[url].adapted
         return {**super().arguments_of(url), **{name.replace("-", "_"): adapted[name] for name in adapted}}
 
@@ -172,7 +175,8 @@ class LaunchedFleet(HttpEngine):
         loads = await super().loads()
         for url, replica in self._replicas.items():
             endpoint = self.endpoints[url]
-            # A server that starts or drains is not judged for hangs.
+            # A server that starts or drains is not judged for hangs. While it drains, it waits until
+            # `has_work` is false.
             if not replica.up:
                 replica.has_work = endpoint.in_flight > 0
                 endpoint.hangs.restarted()

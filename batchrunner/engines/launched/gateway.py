@@ -49,7 +49,9 @@ class LaunchedGateway:
         self._key = key
         self._log_path = log_path
         self._replicas: Sequence[str] = ()
+        """URLs of the replicas; empty before `start`."""
         self._process: asyncio.subprocess.Process | None = None
+        """Process of the launcher; None before `start` and after `close`."""
 
     async def start(self, replicas: Sequence[str]) -> None:
         """Start the gateway for the URLs of the replicas, and wait until it lists all of them.
@@ -94,6 +96,7 @@ class LaunchedGateway:
         """Start the process of the gateway; raises EngineStartError if the interpreter cannot be run."""
         port = self.url.rpartition(":")[2]
         address = ["--host", "127.0.0.1", "--port", port]
+        # The default port of the metrics may be in use, for example by another gateway.
         metrics_address = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         config = {
             "module": MODULE,

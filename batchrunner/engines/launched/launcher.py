@@ -224,7 +224,7 @@ class ServerTree:
         return 128 + signal.SIGKILL if self.status is None else self.status
 
     def kill_all(self) -> bool:
-        """Send SIGKILL to all processes of the tree; return False once none of them lives."""
+        """Send SIGKILL to all processes of the tree; return False if none was alive any more."""
         # Without /proc the descendants are unknown, but the process group of the server is known.
         if self.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -253,7 +253,7 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     ensure_running()
     # Child processes inherit the signal mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    # For child processes, so that their log lines appear at once.
+    # Child processes inherit this variable, so that their log lines appear at once.
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if config.get("copy"):

@@ -111,8 +111,11 @@ class SGLangServer:
 
         # Flags come from three sources: the job, flag tuning, and recovery after a death.
         self._job_args = server_args(spec.args, cpu=cpu)
+        # Flags and variables of the job, which flag tuning may not change.
         self._set_by_job = {**spec.args, **spec.env}
+        # Chooses safer arguments after a death; None without recovery.
         self._healer = healer
+        # Flags that were learned for such jobs; None if flags are not tuned.
         self._memory = memory
         self.adapted = dict(memory.args) if memory else {}
         """Tuned flags and variables, which are added to the flags of the job."""
@@ -219,6 +222,7 @@ class SGLangServer:
         self._is_recalled = False
         self._is_stopping = False
         self._settled.clear()
+        # `_watch` treats a planned restart like a hang, but first lets the rows end.
         self.hangs(PLANNED)
 
     def keep(self) -> None:
@@ -260,8 +264,8 @@ class SGLangServer:
             return True
         if self._healer is None or self._exit_code is None:
             return False
-        kills = (oom_kills() or 0) - (self._kills or 0)
-        ended_server = EndedServer(self._logged(), self._args, self._exit_code, kills)
+        kills_since_start = (oom_kills() or 0) - (self._kills or 0)
+        ended_server = EndedServer(self._logged(), self._args, self._exit_code, kills_since_start)
         return self._healer.heal(self.name, ended_server)
 
     async def close(self) -> None:
@@ -331,7 +335,7 @@ class SGLangServer:
                 cannot_listen = False
                 if waited_s > next_status_s:
                     next_status_s += TIMING.launch_word
-                    # The newest log line that names a step of the start.
+                    # Show the newest log line that names a step of the start.
                     step = next(filter(None, map(step_in, reversed(self._logged()))), "")
                     log.info(
                         "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
@@ -377,8 +381,8 @@ class SGLangServer:
     async def ready(self) -> None:
         """Wait until the server is up.
 
-        Raises EngineLostError if it will never be up again. After `stay` no row waits, because the run is
-        ending, so EngineDownError is raised if the server is not up.
+        Raises EngineLostError if the server will never be up again. After a call of `stay` the run is ending,
+        so a row does not wait: EngineDownError is raised at once if the server is not up.
         """
         if not self._is_stopping:
             await self._settled.wait()
@@ -397,7 +401,8 @@ class SGLangServer:
 
         If so, no row is at fault.
         """
-        # Recovery has not examined a death of the server after `sent_at`, so wait for its result.
+        # If the server died after `sent_at`, recovery has not examined that death yet, so wait for the
+        # result.
         if self._judged_at < sent_at:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_S):
@@ -432,8 +437,10 @@ class SGLangServer:
             self.up = False
             self._settled.clear()
             silent_s = 0.0 if hang is None else hang.silent_s
+            # The silence before a hang was noticed does not count as life.
             lived_s = time.monotonic() - up_since - silent_s
             cause = await self._take_down(hang)
+            # A planned restart brings other flags too, and no row is to blame for it.
             self._judge(healed=hang is PLANNED or self._heal())
             # After a restart with other arguments, the count of quick deaths stays as it is.
             if not self._was_healed:
@@ -485,7 +492,10 @@ class SGLangServer:
         return hang.result() if hang.done() else None
 
     async def _take_down(self, hang: Hang | None) -> str:
-        """Report a death or hang, mark the server as dead, and end it if it hangs; return the cause."""
+        """Report a death or hang, mark the server as dead, and end it if it hangs; return the cause.
+
+        A planned restart is treated as a hang, but not reported, because `_change` has reported it.
+        """
         cause = f"{self.name} {hang.why}" if hang else self._failure_message("died")
         if hang is not PLANNED:
             self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
@@ -516,6 +526,7 @@ def _launch_prefix(nodes: int) -> tuple[str, ...]:
 
     Raises EngineStartError if Slurm allocated another number of machines than `nodes`.
     """
+    # This process is a Ray worker whose engine spans several machines.
     if group := os.environ.get(GROUP):
         return sys.executable, str(RAY_RANKS), group
     allocated = os.environ.get("SLURM_JOB_NUM_NODES", "none")

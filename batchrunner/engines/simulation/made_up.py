@@ -53,7 +53,7 @@ def json_of_schema(schema: Any, number: int) -> str:
 
 
 def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
-    """Return a value that follows a schema inside the schema `root`, to which its `$ref`s refer.
+    """Return a value that follows `schema`, a part of the schema `root`. A `$ref` names a part of `root`.
 
     Return None if the value is nested deeper than MOST_DEPTH.
     """
@@ -167,6 +167,7 @@ class _RegexWriter:
                 # check.
                 self.is_certain = False
                 return ""
+        # `write` subtracts its own texts, so the cases that call it have returned already.
         self.room -= len(text)
         return text
 
@@ -200,7 +201,7 @@ def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
             case kinds.RANGE:
                 is_match = value[0] <= ord(character) <= value[1]
             case kinds.CATEGORY:
-                # The value is a constant such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT.
+                # `value` is a constant of Python's parser, such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT.
                 _, *negation, name = str(value).split("_")
                 is_match = _CATEGORIES[name](character) != bool(negation)
             case _:
@@ -222,7 +223,8 @@ def tool_call(request: Request, number: int) -> dict[str, Any] | None:
     turns_with_calls = sum(1 for message in turns if message.get("tool_calls"))
     is_call_optional = tools.choice is None or tools.choice == "auto"
     if is_call_optional:
-        # The number of turns with calls comes from the messages up to the user's last, which all turns share.
+        # The number of turns with calls is derived from the messages up to the user's last one, because all
+        # turns have these messages in common.
         shared_messages = request.prompt[: len(request.prompt) - len(turns)]
         shared_hash = crc32(repr(shared_messages).encode("utf-8", "replace"))
         if turns_with_calls >= 1 + shared_hash % MOST_TURNS_WITH_CALLS:

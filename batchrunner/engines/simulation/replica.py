@@ -50,7 +50,7 @@ MOST_SWEEPS = 20_000
 """Maximum number of sweeps over the coefficients in a fit. A fit that has not converged by then ends."""
 RIDGE = 1e-3
 """Weight of the penalty for large coefficients in a fit. Without a penalty the fit would be ill-conditioned,
-because the measured stretches of passes are similar."""
+because the measured spans of passes are similar."""
 
 
 class CostModel(NamedTuple):
@@ -71,7 +71,7 @@ class CostModel(NamedTuple):
 
     def work_s(self, work: PassWork) -> float:
         """Return the seconds that the passes of `work` take."""
-        # `work` also counts output tokens, which have no cost of their own: the samples include it.
+        # `work` ends with the number of output tokens, which have no cost of their own.
         amounts = work[:PARTS]
         return sum(cost * amount for cost, amount in zip(self, amounts, strict=True))
 
@@ -110,11 +110,11 @@ parameters, 32 layers, and 8 key-value heads of 128 (its config.json).
 
 
 def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
-    """Fit a cost model to measured stretches of passes, by non-negative least squares with a ridge penalty.
+    """Fit a cost model to measured spans of passes, by non-negative least squares with a ridge penalty.
 
-    Each stretch is the work of its passes and the seconds that they took. If two coefficients cannot be told
-    apart by these stretches, their common cost is divided between them. So the model is valid for similar
-    work only. Return None if there are fewer stretches than coefficients.
+    A span has the work of its passes and the seconds that they took. If two coefficients cannot be told apart
+    by these spans, their common cost is divided between them. So the model is valid for similar work only.
+    Return None if there are fewer spans than coefficients.
 
     The method is coordinate descent: each coefficient in turn is set to its best value for the current values
     of the other coefficients, until no coefficient changes.
@@ -190,6 +190,7 @@ class Replica:
         """
         ended: list[EndedRequest] = []
         while self._free_at_s <= until_s:
+            # The present passes have ended, so their results are reported now.
             ended += self._ended
             self._ended, self.load = [], self._next_load
             # A pass that would begin exactly at `until_s` must wait, because samples may be submitted first.
@@ -207,6 +208,7 @@ class Replica:
         # At least one pass is run, even if it ends after `until_s`.
         step = scheduler.step(max(1, min(steps_in_time, steps_to_next_load)))
         if step is None:
+            # Without work, a load sample without requests is published at once.
             self.load = self._next_load = self._load_of(running=0, queue=0, used_tokens=0)
             self._free_at_s = until_s
             return False
@@ -215,6 +217,7 @@ class Replica:
         # A prefill pass publishes a load sample, and so do INTERVAL_STEPS decode passes.
         passes = 0 if step.kind == "prefill" else self._unpublished_steps + step.steps
         self._unpublished_steps = passes % INTERVAL_STEPS
+        # A step that only aborts samples has no passes.
         if step.steps and not self._unpublished_steps:
             self._next_load = self._load_of(
                 running=step.running, queue=step.queue, used_tokens=step.used_tokens

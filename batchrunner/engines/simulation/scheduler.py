@@ -140,8 +140,8 @@ class SimulatedRequest:
     filled_tokens: int = 0
     """Number of tokens of the sample's context that are computed, while the prompt is prefilled in chunks."""
     output_offset: int = 0
-    """The sample's number of outputs when it began to decode, minus the scheduler's count of decode passes at
-    that time. The sum of this and the present count is the present number of outputs."""
+    """The sample's number of outputs is the scheduler's present count of decode passes plus this offset,
+    which is set when the sample begins to decode."""
 
     @property
     def fill_tokens(self) -> int:
@@ -294,10 +294,12 @@ class Scheduler:
         """The sample whose prompt is prefilled in chunks over several passes; None if there is none."""
         self._most_running = config.most_running
         self._passes = 0
-        """Number of decode passes, by which the number of a sample's outputs is counted."""
+        """Number of decode passes so far, from which the number of a sample's outputs is computed; see
+        `output_offset`."""
         self._is_full = False
         """Whether admission is not tried until the running batch shrinks: SGLang's `batch_is_full`."""
         self._admission_passes = 0
+        """Number of admission passes, by which the refresh of prefixes is timed; see REFRESH_PASSES."""
         self._decodes_before_prefill = 0
         """Number of decode passes that must come before the next prefill pass; see `decode_interval`."""
 
@@ -359,8 +361,8 @@ class Scheduler:
     def expected_tokens(self) -> float:
         """Return the number of further tokens of the pool that running samples are expected to take.
 
-        A sample may still generate the rest of its `asked_tokens`, of which at most `clip_tokens` count. It
-        is expected to generate the fraction `ratio` of that, or all of it with `ignore_eos`.
+        A sample may still generate the rest of its `asked_tokens`; at most `clip_tokens` of them count. The
+        sample is expected to generate the fraction `ratio` of this number, or all of it with `ignore_eos`.
         """
         clip, passes = self.config.clip_tokens, self._passes
         estimated = fixed = 0
@@ -449,6 +451,7 @@ class Scheduler:
             self.chunked = sample
         self._charge(budget, sample, tokens, uncached)
         sample.node, sample.protected_tokens, sample.filled_tokens = node, matched, matched
+        # After a retraction, the count of the first admission is kept, as a server reports it.
         if not sample.retractions:
             sample.cached_tokens = matched
         self.cached_tokens += matched
@@ -461,7 +464,7 @@ class Scheduler:
         """
         uncomputed = sample.fill_tokens - sample.filled_tokens
         free_tokens = self.pool.available_tokens
-        # At least one token, because an empty chunk would never finish the prompt.
+        # The chunk gets at least one token, because empty chunks would never finish the prompt.
         chunk_limit = max(budget.chunk_tokens, 1)
         room_tokens = math.floor(free_tokens - budget.expected_tokens)
         if room_tokens > 0:
@@ -483,11 +486,14 @@ class Scheduler:
         budget.chunk_tokens -= tokens
 
     def _refresh_prefixes(self) -> None:
-        """Touch the cached prefixes of the first waiting samples, so that they are evicted last."""
+        """Touch the cached prefixes of the first waiting samples, so that they are evicted last.
+
+        As in SGLang, only one call in REFRESH_PASSES does so.
+        """
         if not self.pool.caching or not self.waiting:
             return
         if self._admission_passes % REFRESH_PASSES == 0:
-            # In reverse order, so that the prefix of the head of the queue is the last to be evicted.
+            # The order is reversed, so that the prefix of the head of the queue is the last to be evicted.
             for sample in reversed(list(islice(self.waiting, MATCHED_AT_MOST))):
                 self.pool.cache.match(sample.path, sample.fill_tokens)
         self._admission_passes += 1
@@ -517,7 +523,7 @@ class Scheduler:
                 self.decoding[sample] = sample.target_tokens - sample.output_offset
                 self.context_tokens += self.context_of(sample)
         if finished or self.chunked is not None:
-            # A sample has ended, or its prompt is unfinished, so it does not decode. SGLang treats this as a
+            # A sample that has ended, or whose prompt is unfinished, does not decode. SGLang treats this as a
             # smaller batch, and tries to admit more samples.
             self._is_full = False
         self._decodes_before_prefill = self.config.decode_interval
@@ -548,10 +554,11 @@ class Scheduler:
             steps = min(limit, steps_to_first_end, steps_to_full_pool)
             may_admit = self.chunked is not None or (self.waiting and not self._is_full)
             if may_admit:
-                # Stop before the next pass at which a prefill is tried.
+                # The passes stop before the next one at which a prefill is tried.
                 steps = min(steps, max(self._decodes_before_prefill, 1))
             self._lower_ratio(steps)
         else:
+            # A retraction shrinks the batch, so admission may be tried again.
             finished = self._retract()
             self._is_full = False
             steps = 1 if self.decoding else 0
@@ -577,7 +584,7 @@ class Scheduler:
         )
 
     def _lower_ratio(self, steps: int) -> None:
-        """Lower the new-token ratio by `steps` decode passes, down to its minimum."""
+        """Lower the new-token ratio for each of `steps` decode passes, down to its minimum."""
         initial_ratio = self.config.initial_ratio
         lowest_ratio = initial_ratio * MINIMAL_RATIO_FACTOR
         decay = steps * (initial_ratio - lowest_ratio) / DECAY_STEPS
@@ -629,7 +636,8 @@ class Scheduler:
             single_sample.aborted = True
             aborted.append(single_sample)
         # The outputs proved longer than expected. The new ratio is the fraction of their `max_new_tokens`
-        # that the remaining samples will have used after RETRACT_STEPS more passes.
+        # that the remaining samples will have used after RETRACT_STEPS more passes. As in SGLang, 1 is added
+        # to avoid a division by 0.
         outputs = sum(self.outputs_of(sample) + RETRACT_STEPS for sample in running)
         self.ratio = min(1.0, outputs / (sum(sample.asked_tokens for sample in running) + 1))
         return aborted

@@ -30,6 +30,7 @@ def is_public(text: str) -> bool:
     """Tell whether an IP address is public: not of this machine, of a private network, or link-local."""
     # Cut off the zone of an IPv6 address, such as %eth0 in fe80::1%eth0.
     address = ip_address(text.partition("%")[0])
+    # The last 32 bits of these IPv6 addresses are the IPv4 address that decides.
     if any(address in network for network in _OF_IPV4):
         address = ip_address(int(address) & 0xFFFFFFFF)
     return address.is_global and not address.is_multicast and address not in _TUNNEL

@@ -47,6 +47,7 @@ class FileColumn:
         """
         self.name, self.field = name, field
         self._spec, self._source = spec, source
+        # The rules of a folder are made once, because nearly all rows have the same folder.
         self._rules_in = cache(partial(_rules, spec, field))
         kind = source.field(name, where=f"prompt.{field}").type
         self.holds_lists = is_list(kind) and not isinstance(spec, PdfSpec)
@@ -193,15 +194,18 @@ class MediaPrompts:
     ) -> None:
         """Check the columns with files; raise JobError or InputError.
 
-        `prompt_of` makes the prompt of a row, by templates that print the columns `printed` or from a column
-        of conversations.
+        `prompt_of` makes the prompt of a row: by templates, which print the columns `printed`, or from a
+        column of conversations.
         """
         self._prompt_of = prompt_of
         self._printed = printed
         self._is_text = prompt.text is not None
+        """Whether a prompt is one text and not a chat."""
         self._is_column = isinstance(prompt.messages, str)
+        """Whether the messages come from a column of conversations."""
         self._columns: list[FileColumn] = []
         self._placeholders: dict[str, str] = {}
+        """For each kind of file, the model's token that stands for a file in a prompt that is one text."""
         for field, spec in prompt.media.items():
             self._columns += [FileColumn(name, field, spec, source) for name in spec.columns]
             if isinstance(spec, PdfSpec):
@@ -216,10 +220,12 @@ class MediaPrompts:
                     hint=f"set prompt.{field}.placeholder to the token of the model, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
-        # The secret is random, so that no value of a row contains a mark by chance or on purpose.
+        # While templates are rendered, a mark stands for each file: a short text with the file's index. The
+        # secret in it is random, so that no value of a row contains a mark by chance or on purpose.
         self._secret = secrets.token_hex(8)
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
         self.columns = [column.name for column in self._columns]
+        """Columns that name files or the pages of documents."""
         if self._page_column is not None:
             self.columns.append(self._page_column)
 
@@ -228,6 +234,7 @@ class MediaPrompts:
 
         `ordinal` is the ordinal of the row in the input. Raises RowRefusedError.
         """
+        # In the rendered texts, a mark with the index of a file stands where the file belongs.
         marked_row = self._marked_row(ordinal, row)
         files = marked_row.files
         prompt = self._prompt_of(marked_row.values)
@@ -248,7 +255,10 @@ class MediaPrompts:
         return self._messages(prompt, files, leading, placed), tuple(placed)
 
     def _marked_row(self, ordinal: int, row: dict[str, Any]) -> _MarkedRow:
-        """Return a row with marks in place of its files; raise RowRefusedError for a bad file column."""
+        """Return a row in which a mark, a text with the index of a file, stands for each of its files.
+
+        Raises RowRefusedError if a column does not hold files.
+        """
         files: list[PromptFile] = []
         unprinted: list[int] = []
         values = dict(row)
@@ -289,7 +299,10 @@ class MediaPrompts:
         return messages_with_files
 
     def _parts_of(self, text: str, files: list[PromptFile], placed: list[PromptFile]) -> list[dict[str, Any]]:
-        """Split a text at the marks of files into text and media parts; append the files to `placed`."""
+        """Split a text at the marks that stand for files into text and media parts.
+
+        The files are appended to `placed`.
+        """
         parts: list[dict[str, Any]] = []
         # Splitting yields in turn a text and the index of a file.
         for number, text_or_index in enumerate(self._mark.split(text)):
@@ -318,6 +331,7 @@ def _conversation(
     files_to_place: dict[str, Iterator[PromptFile]] = {}
     marks: list[str] = []
     leading: list[PromptFile] = []
+    # Decide for each kind of file where its files go, before any message is changed.
     for name, kind in KINDS.items():
         kind_files = [file for file in files if file.kind.name == name]
         files_to_place[name] = iter(kind_files)
@@ -337,6 +351,7 @@ def _conversation(
     for message in messages:
         content: Any = message.get("content")
         if marks and _is_users_text(message):
+            # The marks become empty parts, which `_filled` replaces by files.
             content = _with_empty_parts(content, marks)
         if isinstance(content, list):
             message["content"] = _filled(content, files_to_place, placed)
@@ -375,7 +390,10 @@ def _with_empty_parts(text: str, marks: list[str]) -> str | list[dict[str, Any]]
 def _filled(
     parts: list[Any], files_to_place: Mapping[str, Iterator[PromptFile]], placed: list[PromptFile]
 ) -> list[Any]:
-    """Return the parts of a message, with the next file of its kind in place of each empty part."""
+    """Return the parts of a message, with the next file of its kind in place of each empty part.
+
+    The files are taken from `files_to_place`, by kind, and appended to `placed`.
+    """
     parts_with_files = []
     for part in parts:
         kind_name = _kind_of_empty_part(part)

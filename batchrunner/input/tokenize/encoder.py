@@ -56,7 +56,9 @@ class Encoder:
         """
         self._kind = kind
         self._backend: Any = None if directory is None else load_tokenizer(directory)
+        """Tokenizer; None if prompts are token ids already."""
         self._chat = load_chat_template(directory) if directory and kind == "messages" else None
+        """Chat template; None unless prompts are chats."""
         self._budget = budget
         self._truncation = truncation
         self._chat_sampling = chat_sampling or {}
@@ -99,7 +101,7 @@ class Encoder:
         """
         if self._backend is None:
             return [list(request.prompt) for request in requests]
-        # First a text or an error for each request; then token ids take the places of the texts.
+        # The list first has a text or an error for each request. Later, token ids replace the texts.
         results: list[Any] = [self.prompt_text(request) for request in requests]
         indices = [index for index, text in enumerate(results) if isinstance(text, str)]
         texts = [results[index] for index in indices]
@@ -152,6 +154,7 @@ class Encoder:
             raise ids
         context, longest_prompt = self._budget
         if context is None:
+            # The limit is unknown, so the engine decides whether the prompt fits.
             return ids
         if self._truncation is None:
             if len(ids) >= context:
@@ -161,7 +164,7 @@ class Encoder:
                     f"({context} tokens)."
                 )
             return ids
-        # Leave room for the longest output; without a limit of the job, for one token at least.
+        # Leave room for the longest output. If the job does not limit the output, leave room for one token.
         limit = context - int(request.sampling.get("max_new_tokens") or 1)
         if longest_prompt is not None:
             # A prompt must stay below `longest_prompt`.
@@ -169,6 +172,7 @@ class Encoder:
         if len(ids) <= limit:
             return ids
         if limit > 0 and self._backend is None:
+            # The prompt was given as token ids, so there is no text to truncate.
             return truncate_tokens(ids, limit, self._truncation)
         return self._truncated(request, len(ids), limit, self._truncation)
 
@@ -180,7 +184,8 @@ class Encoder:
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
-        # The rest of the prompt keeps all its tokens.
+        # All tokens that the prompt has too many are removed from this text. The rest of the prompt keeps its
+        # tokens.
         keep = len(offsets) - (length - limit)
         while keep > 0:
             shorter_text = truncate_text(text, offsets, keep, truncation)

@@ -140,7 +140,7 @@ def draw_lines(
 
 def time_ticks(length_s: float) -> list[AxisTick]:
     """Return ticks at round times for an axis of `length_s` seconds."""
-    # The step of a run that is too long for all of _STEPS_S.
+    # A run that is too long for all of _STEPS_S gets a step of whole days.
     whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)
     step_s = next((step_s for step_s in _STEPS_S if length_s / step_s <= TICKS), whole_days_s)
     unit_s, unit = next((pair for pair in _UNITS_S if step_s >= pair[0]), (1, "s"))

@@ -95,7 +95,7 @@ class WorkerHistory:
     max_running: dict[str, int] = field(default_factory=dict)
     """`max_running_requests` of each scheduler in the last attempt that has load samples."""
     _replica_names: dict[str, str] | None = None
-    """Names of launched servers by URL. The port in the URL changes with each attempt, the name does not.
+    """Names of launched servers by URL. The port in the URL changes with each attempt, but the name does not.
     None for attached servers, which are named by their URLs."""
 
     def add(self, event: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def _measure(cell: Cell, key: Key, value: Any) -> None:
 
 
 def _short(text: object) -> str:
-    """Return a text of an event, which may be missing, with at most LONGEST characters."""
+    """Return the first LONGEST characters of a text of an event; "" if the event lacks the text."""
     return str(text or "")[:LONGEST]
 
 
@@ -233,9 +233,9 @@ class TimeAxis:
         return self._places[period] + min(time, self._ends[period]) - self._begins[period]
 
     def period(self, time: float) -> int:
-        """Return the index of the period of work that has a time, or ends last before it.
+        """Return the index of the period of work that contains a time.
 
-        Return -1 if the time is before all periods.
+        For a time in a pause, return the index of the period before the pause; -1 if there is none.
         """
         return bisect_right(self._begins, time) - 1
 
@@ -259,7 +259,7 @@ class Timeline:
     """Number of retractions in the whole run."""
 
     def total(self, name: str) -> Line | None:
-        """Return the line of the sum of a gauge over all workers; None for a gauge without values."""
+        """Return a line with the sum of a gauge over all workers; None if the gauge has no values."""
         return self.lines.get((name, ""))
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
@@ -306,20 +306,23 @@ def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
 
 
 def _sums_of_workers(histories: Sequence[WorkerHistory]) -> dict[int, dict[Key, float]]:
-    """Return the values of all gauges by the number of the cell.
+    """Return the value of each gauge in each cell, by the number of the cell.
 
-    The value of a scheduler's gauge is its mean in the cell. The value of a worker's gauge is the sum of
-    these means over all workers.
+    The value of a scheduler's gauge is its mean over the load samples in the cell. For a gauge of whole
+    workers, the means of all workers are added up.
     """
     has_several = len(histories) > 1
     grid: dict[int, dict[Key, float]] = {}
     for history in histories:
         # Replicas of two workers may have the same name.
         prefix = f"{history.task} " if has_several else ""
+        # If there are several workers, cells without a load sample are filled from the cell before. Otherwise
+        # a worker would count as idle there.
         for number, cell in _cells(history, fill=has_several):
             sums = grid.setdefault(number, {})
             for (name, scheduler), (total, number_of_values) in cell.items():
-                key = name, prefix + scheduler if scheduler else ""
+                # A gauge of the whole worker has no scheduler.
+                key = name, (prefix + scheduler) if scheduler else ""
                 sums[key] = sums.get(key, 0.0) + total / number_of_values
     return grid
 

@@ -132,7 +132,7 @@ def _state(
 ) -> tuple[str, str, str]:
     """Return the style of a run's state, a word for the state, and a sentence about the state.
 
-    `remaining` is the number of rows without a result. `failed_rows` is the clause of `too_many_failed`.
+    `remaining` is the number of rows without a result. `failed_rows` is the result of `too_many_failed`.
     """
     workers = [run_dir.of_task(history.task) for history in histories]
     # Names of the processes that run now.

@@ -38,7 +38,7 @@ def cause_in(log: Path, since: int = 0) -> str:
     """
     lines = [unstamped(line) for line in head_and_tail(log, since)]
     causes = [line for line in lines if _CAUSE.match(line)]
-    # The first of these lists that has a line.
+    # Take the first of these lists that is not empty.
     best_lines = (
         [line for line in lines if _KILLED.match(line)]
         or [line for line in causes if not _CONSEQUENCE.search(line)]

@@ -21,7 +21,7 @@ class LoggedBatch(NamedTuple):
     """The load of one scheduler, logged at each prefill pass and every 40 decode steps."""
 
     decode: bool
-    """Whether the line is of decode passes; False for a prefill pass."""
+    """Whether the line is about decode passes. If not, it is about a prefill pass."""
     running: int
     """Number of running requests, `#running-req`."""
     queue: int
@@ -108,7 +108,7 @@ class OutOfMemory(NamedTuple):
     """Memory ran out, which ends a server."""
 
     phase: Phase
-    """`general` if the line does not name the phase."""
+    """Phase in which memory ran out; `general` if the line does not name it."""
     text: str
     """The log line."""
     running: int = 0
@@ -153,15 +153,15 @@ SGLangRecord: TypeAlias = (
 )
 """A record of a line that no program except SGLang writes."""
 Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
-"""A record of any line; other programs write similar errors and progress lines."""
+"""A record of any line. Programs other than SGLang write similar errors and progress lines."""
 
 
 class Origin(NamedTuple):
     """The time of a line, and the server and the process that wrote the line."""
 
     at: float | None
-    """Time of the line in seconds, from an unknown zero: the time zone is unknown. None if the line has no
-    valid time."""
+    """Time of the line in seconds; None if the line has no valid time. Only differences of times have a
+    meaning, because the time zone is unknown."""
     server: str
     """Label that `srun --label`, Docker, Kubernetes or journalctl put before the line; empty if there is
     none."""
@@ -281,13 +281,14 @@ def record_in(line: str) -> Record | None:
 
 
 def _record(line: str) -> Record | None:
-    """Parse a log line into a record, without a check that the line only quotes a request."""
+    """Parse a log line into a record; the line may only quote a request, which `record_in` checks."""
     # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
     if _ACCESS in line:
         # These lines of uvicorn are nine of ten lines in a large log.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
+    # "etract" finds both "Retract" and "retract".
     if "etract" in line and _RETRACTED.search(line) and "#running-req" not in line:
         return Retraction(_count(_GAINED, line))
     if "max_total_num_tokens=" in line and "server_args=" not in line:
@@ -323,7 +324,7 @@ def clean(line: str) -> str:
 
 
 def _batch(line: str) -> LoggedBatch | None:
-    """Return the record of a batch line; None for any other line.
+    """Return the record of a `Decode batch` or `Prefill batch` line; None for any other line.
 
     A line that is damaged before the end of `#queue-req` has no record either.
     """

@@ -107,7 +107,9 @@ class Facts:
 
     @property
     def sizes_states(self) -> bool:
-        """Whether arguments set the number of state slots. Otherwise the pool gets a fraction of memory.
+        """Whether arguments set the number of slots for recurrent states (Mamba and such).
+
+        Otherwise the pool of states gets a fraction of memory.
 
         Without a prefix cache, each of the `max_running_requests` has a slot.
         """
@@ -281,17 +283,21 @@ class LogReader:
         load.
         """
         self._phase: Phase = "general"
+        """Phase in which the server was at the last line."""
         self._running = 0
+        """Number of running requests in the last batch line."""
         self._memory_caps_running = False
         """Whether this start has logged that memory allows fewer running requests than were asked for."""
         self._old_death: Died | None = None
-        """A death before the last restart. It counts until the server logs a batch again."""
+        """The death before the last restart. It stays in the facts until the server logs a batch again."""
 
     def read(self, path: Path) -> Self:
         """Read a log to its end. Raises InputError for a file that cannot be read or is not an SGLang log."""
-        # Arguments and failures are read into empty facts, apart from those of earlier logs. Afterwards
-        # `_add` fills the gaps from the earlier facts.
-        earlier, self._old_death = self.facts, None
+        # Arguments and failures of this log are read into empty facts. Afterwards `_add` takes over those of
+        # earlier logs that this log lacks.
+        earlier = self.facts
+        # This log has no restart yet, so there is no death before one.
+        self._old_death = None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
             # Replace invalid bytes, because all lines that matter are ASCII.
@@ -311,7 +317,7 @@ class LogReader:
         return self
 
     def _add(self, earlier: Facts) -> None:
-        """Take over arguments and failures of logs read `earlier`, unless this log has its own."""
+        """Take over the arguments and failures that this log lacks from the logs that were read `earlier`."""
         facts = self.facts
         facts.arguments = facts.arguments or earlier.arguments
         facts.troubles = earlier.troubles | facts.troubles
@@ -323,6 +329,7 @@ class LogReader:
         line = clean(line)
         record = record_in(line)
         if record is not None:
+            # Only SGLang writes such lines, so their number shows whether this is a log of SGLang.
             self.records += isinstance(record, SGLangRecord)
             self._take(record, line)
 
@@ -341,6 +348,7 @@ class LogReader:
             case RunningCapped() | PoolAllocated():
                 self._pool(record)
             case ServerReady():
+                # Only an earlier line of this start tells whether memory limits the running requests.
                 self.facts.ready = record._replace(memory_caps_running=self._memory_caps_running)
                 self._phase = "general"
             case WeightsLoaded():
@@ -353,6 +361,7 @@ class LogReader:
 
     def _pool(self, record: RunningCapped | PoolAllocated) -> None:
         """Record a line about the state pool or the KV pool in `facts.states`, if the model is hybrid."""
+        # The number of slots is 0 until a line has it.
         pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
         if isinstance(record, RunningCapped):
             self._memory_caps_running = True
@@ -362,12 +371,16 @@ class LogReader:
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
-        # The first KV pool in the log; the KV pool of a draft model may follow.
+        # The model is hybrid, because it has state slots. Only the first KV pool in the log counts, because
+        # that of a draft model may follow.
         elif pool.slots and pool.kv_gb is None:
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
-        """Add the load of a batch line to the series, if the lines of its rank count (`_speaker`)."""
+        """Add the load in a `Decode batch` or `Prefill batch` line to the series.
+
+        Lines of ranks that do not count (see `_speaker`) are skipped.
+        """
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return
@@ -380,9 +393,8 @@ class LogReader:
             self.series.prefills.add(batch, self.facts.chunk or 0)
             return
         states = self.facts.states
-        # Return the media files of a row; raise RowRefusedError. `value` is the column's value in this row.
-        # `row` is the ordinal of the row in the input. `pages` is the value of the column with the pages of
-        # PDF documents, if the job has one.
+        # The line may lack the usage of the state pool, which is 0 then. So the fraction that the running
+        # requests take is the least usage.
         usage_by_requests = batch.running / states.most_running if states else 0.0
         sample = LoadSample(
             at=at,
@@ -404,14 +416,15 @@ class LogReader:
         """
         origin = origin_of(line)
         scheduler = f"{self.source} {origin.server} {origin.dp}"
+        # The first rank that logs a line of a scheduler stays the one whose lines count.
         is_first_rank = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
         return scheduler if is_first_rank else None, origin.at
 
     def _started(self, record: Arguments) -> None:
         """Prepare the facts for a new start of the server, whose log lines follow.
 
-        If a tuned argument has changed, all facts but the GPU and all samples are dropped. Otherwise the load
-        of a server with other arguments would count for this server.
+        If a tuned argument has changed, the samples and all facts except the GPU are dropped. If they were
+        kept, the load of a server with other arguments would count for this server.
         """
         previous = self.facts.arguments
         if previous and any(previous.get(name) != record.values.get(name) for name in _TUNED):
@@ -440,8 +453,10 @@ class LogReader:
     def _weights(self, record: WeightsLoaded) -> None:
         """Record the size of loaded weights and the memory of the GPU in the facts."""
         facts = self.facts
+        # Loading begins with a line that has the free memory, and ends with a line that has the used memory.
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
+            # Before the first weights are loaded, nearly all memory of the GPU is free.
             facts.card_gb = record.free_gb
         # If there is a draft model, its weights are logged too. The larger weights belong to the main model.
         if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):
@@ -449,10 +464,14 @@ class LogReader:
             facts.quantised = record.quantised
 
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
-        """Keep the record that best explains a death: a SIGKILL, or else the first exception."""
-        # A death before the last restart does not count, because the server has been started again since.
+        """Keep each out-of-memory record, and the record that best explains the death of the server.
+
+        The best explanation is a SIGKILL, or else the first exception.
+        """
+        # A new failure replaces the death before the last restart, so that death is ignored here.
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
+            # If the line does not show the phase, it is that of the lines before.
             phase = self._phase if record.phase == "general" else record.phase
             trouble = record._replace(phase=phase, running=self._running)
             self.facts.last_trouble = trouble

@@ -77,7 +77,8 @@ class LoadSample(NamedTuple):
     unsent: int | None = None
     """Number of rows that the client had not sent yet; None if unknown."""
     state_usage: float = 0.0
-    """Fraction of the state pool that running requests take; 0 for a model without states."""
+    """Fraction of the pool of recurrent states (Mamba and such) that running requests take; 0 for a model
+    without such states."""
 
 
 def sample_of_load(
@@ -136,7 +137,8 @@ class Track:
         that the client sends too few requests at a time.
         """
         samples = self.samples
-        # Find the index at which the final samples with an empty queue begin.
+        # Find the index at which the final samples with an empty queue begin. A sample whose number of unsent
+        # rows is known needs no mark.
         drain_begin = len(samples)
         while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
             drain_begin -= 1
@@ -148,7 +150,7 @@ class Track:
 
 @dataclass(slots=True)
 class Series:
-    """The samples of all schedulers of one source."""
+    """Load samples of several schedulers, and sums over their prefill passes."""
 
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
@@ -176,12 +178,15 @@ class Series:
 
     @property
     def busy_s(self) -> float:
-        """Seconds under load of the scheduler that was longest under load."""
+        """Maximum of the seconds under load over all schedulers."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
     def retractions_per_min(self) -> float:
-        """Mean number of retractions per scheduler and minute. A shorter time counts as one minute."""
+        """Mean number of retractions per scheduler and minute under load.
+
+        Less than a minute counts as a minute.
+        """
         return self.retractions / max(1, len(self.tracks)) / max(1.0, self.busy_s / 60)
 
     @property
