@@ -95,6 +95,7 @@ class StandardStream(io.TextIOWrapper):
             line_buffering=True,
         )
         self.failure: OSError | None = None
+        """The first error of a write."""
 
     def write(self, text: str, /) -> int:
         """Write a text; a failure is recorded, not raised."""

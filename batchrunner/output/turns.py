@@ -147,6 +147,7 @@ class TurnStore:
 
     def close(self) -> None:
         """Write the answers that are not on disk yet, and close the newest segment (journal file)."""
+        # Answers that cannot be written are only generated again by the next attempt.
         with contextlib.suppress(OSError):
             if self._unwritten:
                 self._append(self._unwritten)
