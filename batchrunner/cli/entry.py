@@ -130,8 +130,9 @@ class Interrupts:
     _count = 0
 
     def receive(self, number: signal.Signals) -> None:
-        """Handle a signal; the listener of a `SignalWatch`."""
-        # A run sets `ignore_signal` and handles the signal itself. SIG_IGN and SIG_DFL need no help.
+        """Make sure that a Ctrl-C ends the process: after a while, or at the second Ctrl-C at once."""
+        # A run sets `ignore_signal` and handles the signal itself. With SIG_IGN the signal has no effect, and
+        # with SIG_DFL it ends the process anyway.
         is_handled_elsewhere = signal.getsignal(number) in {signal.SIG_IGN, signal.SIG_DFL, ignore_signal}
         if number != signal.SIGINT or is_handled_elsewhere:
             return

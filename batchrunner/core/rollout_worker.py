@@ -162,7 +162,7 @@ class _Loop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            pass  # The task of the rollout has stored the exception, which would end all rollouts here.
+            pass  # The task of the rollout has stored the exception. Raised here, it would end all rollouts.
         finally:
             self._steps[_ROLLOUT] = 0
 

@@ -199,7 +199,7 @@ async def _python_complaint(functions: HookPool, request: Request, completion: C
 
 
 class AnswerConditions:
-    """The job's conditions on an answer, except its Python function. Pure."""
+    """The job's conditions on an answer, except its Python function. Checking them has no side effects."""
 
     def __init__(self, job: Job, plan: AnswerPlan, columns: Collection[str]) -> None:
         """Compile the conditions for rows with these columns; raises JobError."""

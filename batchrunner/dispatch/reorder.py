@@ -559,18 +559,18 @@ class Reorderer:
         *,
         dedupe: bool,
         caches: int = 1,
-        by_length: bool = False,
+        longest_prompt_first: bool = False,
     ) -> None:
         """Order rows by shared prefixes if `distance` is set, and by output length if `lengths` is set.
 
-        With `by_length` the longest prompts of the window go first, so that rows of similar length share a
-        pass. With `dedupe` equal requests are sent once. `caches` is the number of prefix caches; each
-        scheduler of the engine has one.
+        With `longest_prompt_first`, the longest prompts of the window go first, so that rows of similar
+        length share a pass. With `dedupe` equal requests are sent once. `caches` is the number of prefix
+        caches; each scheduler of the engine has one.
         """
         self._distance = distance
         self._lengths = lengths
         self._dedupe = dedupe
-        self._by_length = by_length
+        self._longest_prompt_first = longest_prompt_first
         self.caches = caches
         self._window: list[OrderedRow] = []
         """Rows that were read and are ordered together next."""
@@ -633,7 +633,12 @@ class Reorderer:
         The last rows of the input are ordered together: the window gets larger by LAST_ROWS, and it is not
         full before the end of the input. `is_shared` says that other workers could process the rows instead.
         """
-        reorders = self._distance is not None or self._lengths is not None or self._dedupe or self._by_length
+        reorders = (
+            self._distance is not None
+            or self._lengths is not None
+            or self._dedupe
+            or self._longest_prompt_first
+        )
         if not reorders:
             return True
         limit = WINDOW_ROWS
@@ -644,9 +649,10 @@ class Reorderer:
         return (len(self._window) >= limit and unread > 0) or self._window_bytes >= WINDOW_BYTES
 
     def _ordered(self, *, last: bool) -> Iterator[list[OrderedRow | PrimeTask | Outcome]]:
-        """Order the rows of the window and yield, piece by piece, those that may be sent by now.
+        """Order the rows of the window, and yield them in pieces as they may be sent.
 
-        Later pieces use the reuse distance and the output lengths that were learned from the first answers.
+        Pieces after the first answers are ordered by the reuse distance and the output lengths that these
+        answers show.
         """
         window, self._window, self._window_bytes = self._window, [], 0
         if self._dedupe:
@@ -658,7 +664,7 @@ class Reorderer:
         # A follower shares a prefix with its leader, and is sent only after the leader. So only leaders are
         # sorted, and `_release` holds their followers back for the reuse distance.
         leaders = [row for row in window if row.leader is None]
-        if self._by_length:
+        if self._longest_prompt_first:
             leaders.sort(key=lambda row: -row.prompt_bytes)
         else:
             # At the end of the input, rows with the longest outputs go first. Before that,

@@ -375,7 +375,7 @@ class RowTokenizer:
         return items
 
     async def _ids_of_text(self, item: Request | Outcome) -> list[int] | str:
-        """Return the token ids of a text, or the reason why the text has none."""
+        """Return the token ids of a choice of `prompt.choices`, or the reason why the text has none."""
         if isinstance(item, Outcome):
             return item.error or ""
         if item.kind == "input_ids":

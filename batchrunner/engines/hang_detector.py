@@ -54,7 +54,7 @@ class SilenceTimer:
         """Seconds of the longest silence that ended with progress."""
 
     def poll(self, now: float, progress: object, *, busy: bool) -> Hang | None:
-        """Record a poll at the time `now`, in seconds; return the silence if it is a hang.
+        """Record a poll at the time `now`, in seconds; return a Hang if the silence is too long.
 
         `progress` is any value that changes whenever work is done. `busy` says whether there is work.
         """
@@ -68,7 +68,8 @@ class SilenceTimer:
             self._progress, self._silent_s = progress, 0.0
             return None
         self._silent_s += passed_s
-        # Until a server has worked for this long, it may be silent for as long, because it compiles kernels.
+        # A server compiles kernels at first. So until it has worked for `warm_up_s` in all, a silence of up
+        # to `warm_up_s` is no hang.
         warm_up_s = WARM_UP * self._least_s
         least_s = self._least_s if self._worked_s >= warm_up_s else warm_up_s
         if self._silent_s <= max(least_s, TIMES_LONGEST * self._longest_s):

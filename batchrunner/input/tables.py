@@ -168,7 +168,7 @@ def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
 
 
 def _of_rows(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a program's rows."""
+    """Yield the rows of a Python iterable in batches."""
     first_row = 0
     for chunk in in_chunks(map(as_mapping, rows, count()), CHUNK_ROWS, bytes_of):
         yield from batches_of_rows(chunk, first_row, array_of)

@@ -322,7 +322,7 @@ def _shown(node: nodes.Node) -> str:
 
 @cache
 def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
-    """Return the environment of templates, in which all filters that make texts refuse nulls and bytes."""
+    """Return the Jinja environment of templates. Its filters that return a text refuse nulls and bytes."""
     environment = _Environment(undefined=jinja2.StrictUndefined, finalize=as_text)
     environment.code_generator_class = code
     filters = environment.filters

@@ -227,7 +227,7 @@ class PromptSpec(Spec):
             "tools": self.is_chat,
             "chat_template_kwargs": self.is_chat,
             "pdf": kind in {"user", "messages"},
-            # The server tokenizes prompts with tools or files, so that batchrunner cannot truncate them.
+            # The server tokenizes prompts with tools or files, so batchrunner cannot truncate them.
             "truncate": self.tools is None and not self.media,
         }
         for name in KIND_OF_FIELD:

@@ -58,7 +58,7 @@ PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
 A_SCORE = "a score of the answer"
 """Subject of error messages about scores, such as `a score of the answer is not a number`."""
 WITHOUT_TOKENS = {"max_new_tokens": 0}
-"""Sampling parameters with which `/generate` computes a prompt and generates no token."""
+"""Sampling parameters with which `/generate` only prefills the prompt and generates no token."""
 
 TokenScore = tuple[float | None, int, Any]
 """Log probability (null if it is NaN), token id, and the token's text if it was requested."""

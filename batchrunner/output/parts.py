@@ -194,6 +194,8 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
         # it.
         if schema is None:
             return
+        # A predecessor that still hangs could publish its next part file late, so an empty part file takes
+        # that number.
         _block_late_part(run_dir, next_number, schema, lock)
     lock.forget_predecessor()
 

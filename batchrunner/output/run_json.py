@@ -61,7 +61,10 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
 
 
 def _conditions(job: Job) -> dict[str, Any]:
-    """Return the checks of answers that must not change between starts. `accept.tries` may change."""
+    """Return the settings that decide which answers are accepted. They must not change between starts.
+
+    `accept.tries` is not among them.
+    """
     accept = job.accept
     conditions = {
         "json": accept.json_,

@@ -196,8 +196,8 @@ def _compare_answers(run_dirs: Sequence[RunDir], contents: Sequence[Mapping[str,
 
     first, second = run_dirs
     pair: dict[str, Any] = {"first": first.name, "second": second.name}
-    # If one input only has more files at its end, the rows of the other files still have the same positions.
-    # So only the files that both inputs have are compared.
+    # One input may be the other one with more files at its end. Rows of the common files then have the same
+    # positions, so only the common files must be equal.
     digests = [[file["digest"] for file in content["fingerprint"]["files"]] for content in contents]
     if any(before != after for before, after in zip(*digests, strict=False)):
         return AnswerComparison(**pair, not_compared="the runs have different input files")

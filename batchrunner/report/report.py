@@ -208,7 +208,7 @@ class Report:
             f"{checks['rows_mended']:,} then had a good answer, {checks['rows_failed']:,} failed; "
             f"{checks['output_tokens']:,} of the output tokens were rejected"
         )
-        return [summary, *cause_lines(checks["causes"], "answers rejected", "time")]
+        return [summary, *cause_lines(checks["causes"], "answers rejected", unit="time")]
 
     def _tokens(self) -> str:
         """Return the part of a report line about output tokens, or about input tokens for other tasks."""

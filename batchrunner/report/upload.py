@@ -81,10 +81,10 @@ def card_of(content: Mapping[str, Any], report: Report) -> str:
 
 
 def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: bytes, *, force: bool) -> None:
-    """Upload to a directory in an object store, and delete all other objects in it.
+    """Upload the merged files to a directory in an object store, and delete all other objects in it.
 
-    An old card is deleted first and the new one is written last, so that a card always describes the data
-    beside it, and its presence shows a complete upload.
+    An old dataset card (README.md) is deleted first and the new one is written last. So a card always
+    describes the data beside it, and its presence shows a complete upload.
     """
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - imports obstore

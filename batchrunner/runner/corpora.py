@@ -70,7 +70,7 @@ class ServerCorpus:
 
 
 class CorpusFeeder:
-    """Loads and removes the corpora of a run's servers, driven by the run's load samples."""
+    """Adds corpora of answers for n-gram speculation to a run's servers, and removes them."""
 
     def __init__(self, engine: HttpEngine, run_dir: RunDir) -> None:
         """Feed the servers of `engine` with answers from the run in `run_dir`."""

@@ -178,9 +178,10 @@ class LeasedRows(TaskRows):
         """
         leases = self._look()
         self._look_at_others(leases)
-        # A worker that exited during the look ended its leases before it exited. They are read now.
+        # A worker that exited during the look ended its leases first, so the leases are read again.
         leases.refresh()
         remaining = leases.rows_left()
+        # `_workers` counts this worker too.
         return (remaining, 0) if self._workers() > 1 else (0, remaining)
 
     def _look(self) -> Leases:
@@ -248,7 +249,7 @@ class LeasedRows(TaskRows):
         return None
 
     def _hold(self, lease: Lease) -> Lease | None:
-        """Record a lease that was just taken, and return it. If the run has stopped, end the lease again."""
+        """Record a lease that was just taken, and return it. If the run has stopped, give the lease back."""
         self._events.write("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
         if self._stopped.is_set():
             with self._lock:

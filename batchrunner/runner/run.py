@@ -277,7 +277,7 @@ class SendingEnd:
     """How the sending of an attempt ended."""
 
     failure: BatchrunError | None = None
-    """Error for which the run could not go on; None if all went well."""
+    """Error that stopped the run; None if there was none."""
     added_files: Sequence[str] = ()
     """Paths of input files that were added or grew during the run, and whose new rows belong to the run."""
     is_on_disk: bool = True

@@ -421,5 +421,5 @@ def _reorderer(job: Job, info: EngineInfo, schedulers: int, *, dedupe: bool) -> 
         OutputLengths() if reorders and decodes else None,
         dedupe=dedupe,
         caches=schedulers,
-        by_length=reorders and not decodes and not info.caches_prefixes,
+        longest_prompt_first=reorders and not decodes and not info.caches_prefixes,
     )

@@ -103,8 +103,8 @@ class Batches:
     ) -> None:
         """Run batches on an open engine.
 
-        `options` are the arguments of `job_of_batch` that all batches share. `server` controls the life of
-        the server, which stops when its own engine is lost.
+        `options` are the arguments of `job_of_batch` that all batches share. `server` stops the HTTP
+        server when an engine that it launched is lost.
         """
         self._server = server
         self._state = state

@@ -199,7 +199,7 @@ MOST_RAISE = 32
 LEAST_RUNNING = 4
 """Minimum `--max-running-requests` that is tried."""
 MOST_TIMES = 8
-"""Factor by which the prefill chunk grows at once if twice the size shows no gain."""
+"""Factor of the second larger prefill chunk, which is tried if twice the present size shows no gain."""
 CHUNKS = (4096, 2048)
 """The two steps down of `--chunked-prefill-size`, in tokens, in SGLang's tuning guides."""
 LARGEST_CHUNK = 16_384
@@ -478,8 +478,8 @@ def state_args(
     """Return the flag that gives the state pool the number of `state_slots`; empty if too little is known.
 
     The flag is `--max-mamba-cache-size` if the arguments set the number of slots, else
-    `--mamba-full-memory-ratio`. `without_cache` tells whether the prefix cache is switched off in the same
-    step: without it, `--max-running-requests` also sets the number of slots.
+    `--mamba-full-memory-ratio`. `without_cache` tells whether the same change switches off the prefix
+    cache. Then `--max-running-requests` also sets the number of slots.
     """
     slots, pool = state_slots(server, per_request, size), server.facts.states
     if not slots or pool is None:
@@ -539,10 +539,10 @@ def _lazy_states(server: Server) -> list[str]:
 
 
 def _cache_off(server: Server) -> list[bool]:
-    """Return `--disable-radix-cache` true if prompts are known to share no prefixes.
+    """Propose `--disable-radix-cache` if prompts are known to share no prefixes.
 
     Without the cache, running requests of a hybrid model get the state slots that cached prefixes occupied.
-    If each request takes only one slot, the cache is already off.
+    A server that uses one slot per request runs without the cache already, so there is nothing to propose.
     """
     if server.shared is None or server.shared >= GUIDES.shared:
         return []
@@ -1152,7 +1152,7 @@ FLAGS: Mapping[str, Flag] = {
                     _set("page-size", 1),
                     rule="down: 1",
                     source="measured",
-                    cost="some attention kernels are faster with pages",
+                    cost="some attention kernels are faster with KV pages of several tokens",
                 )
             },
         ),

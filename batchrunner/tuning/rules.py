@@ -458,7 +458,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="host-cache",
-        sign=f"the sign of `shared-prefixes`, prompts of ≥ 1024 tokens, and token usage ≥ 0.9 {OFTEN}",
+        sign=f"the sign of rule `shared-prefixes`, prompts of ≥ 1024 tokens, and token usage ≥ 0.9 {OFTEN}",
         judge=setup_rules.host_cache,
         effect="prefixes that the KV pool evicts come back from host memory",
         flag="enable-hierarchical-cache",

@@ -69,8 +69,8 @@ HALF_LIFE_S = 60.0
 """Half-life of the count of recent rows, in seconds. Rows of one length end in waves, which are as far apart
 as one row takes."""
 AHEAD_PASSES = 8
-"""Number of prefill passes for which a replica may always hold queued prompts: two to four seconds of work,
-enough until the next load samples."""
+"""A replica may always queue prompts for this many prefill passes. That is two to four seconds of work, so
+that the replica does not run dry before the next load samples."""
 LEAST_ROWS = 1e-3
 """Minimum of the count of recent rows. After a long silence all routes are at this minimum, and so they get
 equal shares."""

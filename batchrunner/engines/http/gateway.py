@@ -629,6 +629,7 @@ class ThroughGateway(HttpEngine):
             keys = await self._keys_of(urls)
             if not keys.keys() >= urls:
                 # A worker or the gateway is down. The worker's old key stays until the worker answers again.
+                # The pause limits how often such a search is repeated by the next check of the workers.
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
             for url, key in keys.items():

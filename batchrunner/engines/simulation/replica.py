@@ -50,7 +50,7 @@ MOST_SWEEPS = 20_000
 """Maximum number of sweeps over the coefficients in a fit. A fit that has not converged by then ends."""
 RIDGE = 1e-3
 """Weight of the penalty for large coefficients in a fit. Without a penalty the fit would be ill-conditioned,
-because the measured spans of passes are similar."""
+because the measured passes do similar work."""
 
 
 class CostModel(NamedTuple):

@@ -106,7 +106,7 @@ class SimulatedRequest:
     output_tokens: int
     """Number of output tokens after which the sample stops, unless `max_new_tokens` truncates it earlier."""
     max_new_tokens: int | None = None
-    """Number of tokens that the request asks for and admission reserves; None means `output_tokens`."""
+    """The request's limit of output tokens, which admission reserves; None means `output_tokens`."""
     ignore_eos: bool = False
     """Whether the scheduler expects all of `max_new_tokens`, regardless of the new-token ratio."""
     prefix: tuple[tuple[Hashable, int], ...] = ()
@@ -420,7 +420,7 @@ class Scheduler:
             self._is_full = False
         if self.chunked is not None:
             # The next chunk goes first, even if the batch is full. Without a free token, a real server would
-            # run out of memory. Here the other samples decode or are retracted.
+            # run out of memory. Here the chunk waits until samples that decode end or are retracted.
             return self.pool.available_tokens > 0
         if self.queue > 0 and self.running >= self._most_running:
             self._is_full = True

@@ -35,7 +35,7 @@ class TokenBudget(NamedTuple):
 
 
 class Encoder:
-    """Tokenizer of prompts of one kind, in batches, which also checks or truncates their lengths.
+    """Tokenizes batches of prompts of one kind. It also checks their lengths, or truncates the prompts.
 
     Thread-safe.
     """

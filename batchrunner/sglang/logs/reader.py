@@ -466,7 +466,8 @@ class LogReader:
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Keep each out-of-memory record, and the record that best explains the death of the server.
 
-        The best explanation is a SIGKILL, or else the first exception.
+        The best explanation is a SIGKILL, or else the first death. If the line of that death only announces a
+        traceback, the text of the next record takes its place.
         """
         # A new failure replaces the death before the last restart, so that death is ignored here.
         death = None if self.facts.died is self._old_death else self.facts.died
