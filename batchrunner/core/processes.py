@@ -24,15 +24,20 @@ class SignalWatch:
     """
 
     def __init__(
-        self, listener: Callable[[signal.Signals], None], caught: Collection[signal.Signals] = ()
+        self,
+        listener: Callable[[signal.Signals], None],
+        caught: Collection[signal.Signals] = (),
+        *,
+        requests: Collection[signal.Signals] = (),
     ) -> None:
         """Prepare to call `listener` with each signal, in a separate thread.
 
         The signals in `caught` have no other effect during the `with` block. Signals that were ignored before
-        the block stay ignored.
+        the block stay ignored, except those in `requests`, which ask the process to do something.
         """
         self._listener = listener
         self._caught = caught
+        self._requests = requests
         self._handlers: dict[signal.Signals, signal.Handlers | object] = {}
         self._read_end, self._write_end, self._previous_pipe = -1, -1, -1
         self._thread = threading.Thread(target=self._read, daemon=True, name="signals")
@@ -47,7 +52,7 @@ class SignalWatch:
         # The empty handler replaces the default action of the signal, which may be to end the process. A
         # signal that was ignored stays ignored: the program that started this process decided that.
         for number in self._caught:
-            if signal.getsignal(number) != signal.SIG_IGN:
+            if number in self._requests or signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, ignore_signal)
         self._thread.start()
         return self

@@ -237,7 +237,9 @@ async def serve(
             else:
                 loop.call_soon_threadsafe(control.drain, "interrupted")
 
-        stack.enter_context(SignalWatch(handle, SIGNALS))
+        # `nohup` makes its command ignore SIGHUP, but here SIGHUP only asks for the keys.
+        requests = () if keys is None else (signal.SIGHUP,)
+        stack.enter_context(SignalWatch(handle, SIGNALS, requests=requests))
         address = f"--port {port}, --host {host}"
         # Bind the address once, so that an address in use is reported before the model loads.
         with using_run(address):

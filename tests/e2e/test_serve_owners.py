@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,21 @@ def test_tokens_of_a_day(tmp_path: Path) -> None:
         assert {anna.ended(batch).status for batch in anna.batches.list()} == {"completed"}
 
 
-def test_keys_are_read_again(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def inherited(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+    """Let processes that are started in the block inherit how this process treats a signal."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["in a terminal", "nohup"])
+def test_keys_are_read_again(tmp_path: Path, handler: signal.Handlers) -> None:
     """SIGHUP takes new keys without a pause; a file that is wrong changes nothing, and is one line."""
     keys = write_keys(tmp_path / "keys.yaml")
-    with serving(tmp_path / "state", "--keys", keys, *FAST) as server:
+    with inherited(signal.SIGHUP, handler), serving(tmp_path / "state", "--keys", keys, *FAST) as server:
         anna = client_of(server, "anna")
         file = anna.upload(requests_of(1))
         secret = "sk-a-new-secret"
