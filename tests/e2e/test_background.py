@@ -76,7 +76,7 @@ def test_users_get_back_what_they_need(
     assert background["tokens_lost"] == TOKENS_OF_ABORTED * background["rows_given_back"]
     assert 0 < background["our_share"] < 1
     assert 0 < background["users_share"] < 1
-    assert "this run, which leaves a part of the server free" in ran.stderr or arguments
+    assert "rows of this run, so the run leaves a part of the server free" in ran.stderr or arguments
     assert f"{background['rows_given_back']} rows preempted" in ran.stderr
 
 
