@@ -259,9 +259,18 @@ def test_a_missing_section_is_shown(section: str) -> None:
 
 @given(content=st.binary(max_size=60) | texts.map(str.encode))
 @hypothesis.example(content=b"?")
+@hypothesis.example(content=b"{}")
 def test_no_file_breaks_the_reader(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A file that is no job at all is refused in one line with its name."""
-    file_refusal(tmp_path_factory.getbasetemp() / "none.yaml", content)
+    """A file that is no job is refused in one line with its name, and an empty mapping in one for each section."""
+    path = tmp_path_factory.getbasetemp() / "none.yaml"
+    path.write_bytes(content)
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    # A mapping is a job, whose faults have a line each.
+    assert len(lines) == 1 or isinstance(yaml.safe_load(content), dict)
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
