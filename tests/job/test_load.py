@@ -261,7 +261,7 @@ def test_a_missing_section_is_shown(section: str) -> None:
 @hypothesis.example(content=b"?")
 @hypothesis.example(content=b"{}")
 def test_no_file_breaks_the_reader(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A file that is no job is refused in one line with its name, and an empty mapping in one for each section."""
+    """A file that is no job is refused in one line with its name; a mapping has a line for each fault."""
     path = tmp_path_factory.getbasetemp() / "none.yaml"
     path.write_bytes(content)
     with pytest.raises(JobError) as caught:
