@@ -49,7 +49,7 @@ class SilenceTimer:
         self._silent_s = 0.0
         """Seconds since the last progress, while there was work."""
         self._worked_s = 0.0
-        """Seconds with work that led to progress."""
+        """Seconds in which the server had work and made progress."""
         self._longest_s = 0.0
         """Seconds of the longest silence that ended with progress."""
 

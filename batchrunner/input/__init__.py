@@ -1,8 +1,8 @@
-"""Turns input files, or the data of a program, into requests in sending order.
+"""Turns input files, or rows that a Python program passes, into requests in sending order.
 
 Files: `files` finds and opens the input files (`SourceFile`), with the help of `compression`. `text_files`
 reads formats other than Parquet, with the help of `csv_records` and `batch_lines`. `parquet_copy` writes rows
-as Parquet. `dataset` (`Dataset`) reads the rows of all files. `tables` reads the data of a program.
+as Parquet. `dataset` (`Dataset`) reads the rows of all files. `tables` reads the rows that a program passes.
 
 Requests: `render` (`Renderer`) makes a request of each row, with the help of `templates`, `messages`,
 `python_prompts` and `request_bodies`. `job_input` (`JobInput`) holds the dataset and the renderer, and

@@ -302,7 +302,7 @@ def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa
 
 
 def join_paths(path: str | Sequence[str]) -> str:
-    """Return `input.path`, which may be a list, as one text for messages."""
+    """Return `input.path`, which may be a list, as one text for error messages and the log."""
     return path if isinstance(path, str) else ", ".join(path)
 
 

@@ -353,7 +353,8 @@ class StoreTaskLock(TaskLock):
         content, e_tag = self._objects.read(self._name) or (None, None)
         if content != dead_owner:
             return False
-        # `_write` replaces `owner` only if it still has this e_tag. Otherwise `_write` sets `_e_tag` to None.
+        # `_write` replaces the object `owner` only if the object still has this e_tag. Otherwise it sets
+        # `_e_tag` to None.
         self._e_tag = e_tag
         self._write(self._me)
         self.predecessor = parse_holder(dead_owner)

@@ -36,7 +36,7 @@ class Control:
         self.exit_code = EXIT_STOPPED
         """Exit code of the command if the run must stop."""
         self.next_step = GO_ON
-        """What to do about rows that remain if the run must stop; empty if `reason` says it."""
+        """What the user should do if the run stops and rows remain; empty if `reason` says so already."""
         self.at_once = False
         """Whether requests in flight must be cancelled too."""
         self.stage: Literal["starting", "sending", "ending"] = "starting"

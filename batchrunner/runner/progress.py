@@ -106,7 +106,7 @@ class Display(ABC):
         """Show the present state of the run. Called a few times a second."""
 
     def close(self) -> None:  # noqa: B027 - a display of lines has nothing to close
-        """Finish the output after the last state."""
+        """End the progress line on the terminal; nothing is shown afterwards."""
 
 
 class ProgressLines(Display):

@@ -132,7 +132,7 @@ answers made of common sentences."""
 
 
 def corpus_gain(answers: Sequence[str]) -> float:
-    """Return how many times as fast the second half of the answers is decoded if the first half is known.
+    """Return the factor by which the first half of the answers, as a corpus, speeds up the second half.
 
     Speed is the number of words per decode step.
     """

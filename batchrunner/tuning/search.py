@@ -162,7 +162,7 @@ class TrialRequest:
     args: Args
     why: str
     turn: int
-    """Number of earlier trials of the same flags."""
+    """Number of earlier trials of the same flags with the same values."""
     incumbent: Incumbent | None = None
 
 

@@ -92,7 +92,8 @@ NO_WORKER_CODES = frozenset({"no_available_workers", "no_healthy_workers", "no_w
 UNCONNECTED_CODE = "call_upstream_connection_failed"
 """Error code of a request for which the gateway could not connect to the worker."""
 CUT_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
-"""Prefixes of the error codes of a request whose connection to the worker failed before its answer."""
+"""A request whose error code begins with one of these prefixes lost its connection to the worker before the
+answer."""
 LIMIT_CODES = (
     *("admission_queue_", "scheduler_queue_", "scheduler_preempted", "prefill_queue_"),
     *("tenant_rate_limit", "rate_limit", "worker_overload_protection_shed", "selection_queue_timeout"),
