@@ -193,7 +193,7 @@ class RolloutProcess(HookProcess):
         self.rollouts[number] = rollout
         try:
             await self.is_loaded.wait()
-            # The frame starts the function. Its prompt holds nothing but the row.
+            # This frame starts the function. The prompt of a rollout has a single item: the row.
             self.send(number, None, rollout.request.prompt[0])
             async with asyncio.timeout(limit_s):
                 return await rollout.result
@@ -419,7 +419,7 @@ class Rollouts:
         rollout.last_request = text
         digest = xxh3_128_hexdigest(text.encode())
         rollout.sent_counts[digest] += 1
-        # Equal requests are told apart by their order: the second one gets the second stored answer.
+        # Equal requests of a rollout get their stored answers in order: the second request, the second answer.
         key = digest, rollout.sent_counts[digest]
         answer = rollout.answers.pop(key, None)
         if answer is None:

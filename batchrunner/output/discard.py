@@ -87,8 +87,8 @@ def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
     while True:
         _finish_discarding(run_dir, sleep)
         with hold_task(run_dir, sleep) as lock:
-            # Another start may have begun a discard before this process got the lock. The loop then releases
-            # the lock and finishes or awaits that discard.
+            # Before this process got the lock, another start may have begun to discard the run. Then the next
+            # turn of the loop, without the lock, finishes that discard or waits for it.
             if not run_dir.is_being_discarded():
                 yield lock
                 return

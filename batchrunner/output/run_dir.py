@@ -179,7 +179,7 @@ class RunDir:
             raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
 
     def discard_merged(self) -> None:
-        """Delete the merged dataset, because new rows will be missing in it."""
+        """Delete the merged dataset, because it would lack the rows that are about to be added."""
         for file in self.merged.glob("merged-*.parquet"):
             file.unlink(missing_ok=True)  # Another task may be deleting the same files.
         with contextlib.suppress(OSError):

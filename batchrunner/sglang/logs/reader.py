@@ -453,7 +453,7 @@ class LogReader:
     def _weights(self, record: WeightsLoaded) -> None:
         """Record the size of loaded weights and the memory of the GPU in the facts."""
         facts = self.facts
-        # Loading begins with a line that has the free memory, and ends with a line that has the used memory.
+        # The first log line about loading weights has the free memory, and the last one the used memory.
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
             # Before the first weights are loaded, nearly all memory of the GPU is free.

@@ -1,4 +1,4 @@
-"""The load of schedulers over time: their newest samples, and sums over prefill passes. Memory is bounded."""
+"""Load of schedulers over time: a bounded number of their newest samples, and sums over prefill passes."""
 
 import statistics
 from collections import deque
