@@ -419,7 +419,7 @@ class Rollouts:
         rollout.last_request = text
         digest = xxh3_128_hexdigest(text.encode())
         rollout.sent_counts[digest] += 1
-        # Equal requests of a rollout get their stored answers in order: the second request, the second answer.
+        # Equal requests of a rollout get their stored answers in order: the second one, the second answer.
         key = digest, rollout.sent_counts[digest]
         answer = rollout.answers.pop(key, None)
         if answer is None:

@@ -338,6 +338,16 @@ async def test_waiting_and_paused_batches(tmp_path: Path) -> None:
             assert complaints_of(page) == []
 
 
+COUNT_POLLS = """
+    const polls = {begun: 0, ended: 0}, realFetch = window.fetch
+    window.fetch = async (...call) => {
+        polls.begun += 1
+        try { return await realFetch(...call) } finally { polls.ended += 1 }
+    }
+"""
+"""Counts the calls of the page that began and that ended."""
+
+
 @pytest.mark.browser
 async def test_ten_thousand_batches(tmp_path: Path) -> None:
     """The page lists the newest hundred, and a hundred more at each click; a hidden page asks nothing."""
@@ -363,25 +373,22 @@ async def test_ten_thousand_batches(tmp_path: Path) -> None:
                 await page.run('document.querySelector("#more").click()')
                 await page.wait_for(f"{names}.length === {shown}")
             assert (await page.run(names))[-1] == "number: 9700"
-            asked = len(page.requested)
-            async with asyncio.timeout(60):
-                while len(page.requested) < asked + 3:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+            await page.run(COUNT_POLLS)
+            await page.wait_for("polls.begun >= 3")
             lists = [url for url in page.requested if "/v1/batches" in url]
-            assert (
-                len(lists) == 3
-            )  # A list is read when a batch has changed or more are wanted, not at each poll.
+            # A list is read when a batch has changed or more are wanted, not at each poll.
+            assert len(lists) == 3
             hide = 'Object.defineProperty(document, "visibilityState", {{value: "{}", configurable: true}}),'
             event = 'document.dispatchEvent(new Event("visibilitychange"))'
             await page.run(hide.format("hidden") + event)
-            await asyncio.sleep(0.3)  # A poll may be under way.
-            asked = len(page.requested)
-            await asyncio.sleep(0.5)  # That is 25 polls, as quick as they are now.
-            assert len(page.requested) == asked
+            await page.wait_for("polls.begun === polls.ended")
+            polls = await page.run("polls.begun")
+            # The page's own clock passes the time of 25 polls.
+            await page.run("let ticks = 0; const tick = () => { ticks += 1; setTimeout(tick, 2000) }; tick()")
+            await page.wait_for("ticks > 25")
+            assert await page.run("polls.begun") == polls
             await page.run(hide.format("visible") + event)
-            async with asyncio.timeout(60):
-                while len(page.requested) == asked:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+            await page.wait_for(f"polls.begun > {polls}")
             assert complaints_of(page) == []
 
 
