@@ -106,7 +106,7 @@ class Account:
         self.share = share
 
     def advance_to(self, time: float) -> None:
-        """Raise the virtual time to at least `time`.
+        """Raise the virtual time to `time`, unless it is later already.
 
         The virtual time is the cost of the account's rows divided by its share.
         """

@@ -267,7 +267,7 @@ def cut_into_groups(sizes: Iterable[int], most_rows: int) -> Iterator[tuple[int,
     group_rows = group_bytes = 0
     for size in sizes:
         is_full = group_rows == most_rows or group_bytes + size > MOST_GROUP_BYTES
-        # A row of more than MOST_GROUP_BYTES is a group by itself.
+        # A group is never empty, so a row of more than MOST_GROUP_BYTES becomes a group of its own.
         if group_rows and is_full:
             yield group_rows, group_bytes
             group_rows = group_bytes = 0

@@ -329,7 +329,7 @@ def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
     for name in FILTERS_TO_TEXT:
         filters[name] = _guarded(filters[name], as_text)
     filters["join"] = _guarded(filters["join"], lambda values: [*map(as_text, values)])
-    # jinja2's own `tojson` escapes < > & ' for HTML.
+    # Prompts are not HTML, so jinja2's own `tojson`, which escapes < > & ', is replaced.
     filters["tojson"] = _tojson
     filters["fromjson"] = _guarded(_fromjson, as_text)
     return environment

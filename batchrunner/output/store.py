@@ -323,7 +323,7 @@ class ObjectStore(Store):
             self._e_tags.pop(name, None)
 
     def _note(self, name: str, e_tag: str) -> None:
-        """Record, also on disk, the e_tag of an object that is equal to its local file."""
+        """Record in memory and on disk that an object with this e_tag is equal to its local file."""
         self._e_tags[name] = e_tag
         self._save()
 

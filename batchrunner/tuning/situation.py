@@ -240,7 +240,7 @@ class Situation:
 
     @property
     def retracts_often(self) -> bool:
-        """Whether there are more retractions than SGLang's tuning guides call fine."""
+        """Whether requests are retracted more often than SGLang's tuning guides call normal."""
         return has_enough(self.load) and retracts_often(self.retractions_per_min)
 
     @property
