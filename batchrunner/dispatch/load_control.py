@@ -144,7 +144,7 @@ class LoadControl:
             ]
             shares = divide(window, claims, routes=len(self.concurrency.routes))
             for route, share in zip(routes, shares, strict=True):
-                # A run gets more slots only as other runs free them, because no request is cancelled.
+                # A run gets more slots only as other runs free them: a smaller window cancels no request.
                 granted = min(share, route.in_flight + free)
                 free -= max(0, granted - route.in_flight)
                 route.window, route.speed = granted, limit.recent

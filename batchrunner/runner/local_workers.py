@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,8 @@ def run_in_processes(
             hint="start SGLang once, and give its address with engine.kind=attach",
         )
     control = Control()
-    control.stage = "sending"  # After a signal, this process waits until the others have ended.
+    # This process sends no rows. But in any other stage, a signal would end it before its workers.
+    control.stage = "sending"
 
     async def work() -> Report:
         if retry_failed:
@@ -143,13 +145,12 @@ class LocalWorkers:
     def _pass_on_signals(self) -> None:
         """Tell the processes to drain or to stop at once, as this process was told."""
         signals = 2 if self._control.at_once else 1
-        number = next(
-            (number for number, (_, code) in SIGNALS.items() if code == self._control.exit_code), None
-        )
+        exit_code = self._control.exit_code
+        number = next((number for number, (_, code) in SIGNALS.items() if code == exit_code), signal.SIGTERM)
         for _ in range(self._signals_sent, signals):
             for process in self._processes:
                 # Without a number, no signal stopped this process. SIGTERM then ends the others gently too.
-                process.send_signal(number) if number else process.terminate()
+                process.send_signal(number)
         self._signals_sent = signals
 
     def _note_end(self, code: int, output: IO[bytes], errors: IO[bytes]) -> None:
