@@ -1,4 +1,6 @@
-"""Division of an engine's slots among the accounts whose runs use the engine at the same time. Pure.
+"""Division of an engine's slots among the accounts whose runs use the engine at the same time.
+
+No I/O, and no clock. `divide` may advance the virtual times of the accounts.
 
 Weighted fair queueing: each account has a virtual time, which is the cost of its rows divided by its share.
 Slots go to the accounts whose virtual times are behind, so the costs of accounts that always have rows to

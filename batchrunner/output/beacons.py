@@ -37,7 +37,8 @@ OWNERS_READ = 8
 once that a worker on this machine was killed, whereas its heartbeats show it only after DEAD_AFTER_S."""
 SILENCE_S = DEAD_AFTER_S - 5.0
 """Seconds since the last heartbeat after which a worker is dead. An observer takes a heartbeat to be later
-than it was, by up to the 5 s between two heartbeats. So a take-over begins within DEAD_AFTER_S of a death."""
+than it was, by up to the pause between two heartbeats. On a file system that is 5 s, so a take-over begins
+within DEAD_AFTER_S of a death. In an object store it is 15 s, so a take-over begins up to 10 s later."""
 
 
 class Beacon:
