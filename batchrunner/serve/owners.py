@@ -246,7 +246,7 @@ class Owners:
         queued = sum(map(queued_requests, batches))
         if limit is None or queued + new <= limit:
             return None
-        return f"You have {queued} queued requests, and {new} more would exceed your limit of {limit}."
+        return f"You have {queued} queued requests, and {new} more exceed the limit: your limit is {limit}."
 
     def tokens_of_day(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the tokens that owners have used on this day, and their limits; both empty without keys."""

@@ -82,6 +82,6 @@ def test_the_limit_of_queued_requests(tmp_path: Path) -> None:
     owners.check_limits(anna, batches)
     assert owners.excess_of_queue("anna", batches, new=1) is None
     excess = owners.excess_of_queue("anna", batches, new=2)
-    assert excess == "You have 4 queued requests, and 2 more would exceed your limit of 5."
+    assert excess == "You have 4 queued requests, and 2 more exceed the limit: your limit is 5."
     with pytest.raises(ApiError):
         owners.check_limits(anna, [*batches, {"request_counts": {"total": 1, "completed": 0, "failed": 0}}])
