@@ -34,7 +34,7 @@ from tests.e2e.test_checked_answers import says
 from tests.support.answers import Body, Said
 from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.functions import write_module
-from tests.support.runs import failed_rows, until_stored
+from tests.support.runs import failed_rows, until_stored, until_turns_stored
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 PROMPT = {"rollout": "hooks:solve"}
@@ -633,6 +633,7 @@ def test_tasks_share_rollouts(tmp_path: Path, server: FakeSGLang, signals: list[
     file = write_job(job, tmp_path)
     with started(file, "--join") as running:
         eventually(lambda: sum("turn 3" in prompt for prompt in server.prompts) == 8)
+        until_turns_stored(tmp_path / "run", sum("turn 3" not in prompt for prompt in server.prompts))
         for number in signals:
             running.process.send_signal(number)
             time.sleep(1)

@@ -19,7 +19,8 @@ from batchrunner.job.load import load_job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.holder import this_process
-from batchrunner.output.parts import Journal, write_part
+from batchrunner.output.parts import Journal, read_journal, write_part
+from batchrunner.output.run_dir import SEGMENT
 from batchrunner.output.task_lock import FileTaskLock
 from batchrunner.runner.control import Control
 from batchrunner.runner.join import join
@@ -79,6 +80,16 @@ def status_of(run: str | Path) -> dict[str, Any]:
 def until_stored(run: Path, rows: int) -> None:
     """Wait until so many rows of a run are on disk."""
     eventually(lambda: status_of(run).get("rows_on_disk") == rows)
+
+
+def until_turns_stored(run: Path, turns: int) -> None:
+    """Wait until so many answers of unfinished rollouts are on disk."""
+
+    def stored() -> int:
+        segments = run.glob(f"tasks/*/{SEGMENT}*")
+        return sum(table.num_rows for segment in segments for table in read_journal(segment))
+
+    eventually(lambda: stored() == turns)
 
 
 def machine(name: str, *arguments: object, **environ: str) -> AbstractContextManager[Started]:
