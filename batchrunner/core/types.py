@@ -31,6 +31,8 @@ LEFT_OUT = "left_out"
 """Finish reason of a row that the function of `prompt.python` left out. No engine reports this reason."""
 FinishReason = str
 """Reason why an output ended: SGLang's "stop", "length" or "abort", or batchrunner's REPETITION."""
+RepeatedText = Literal["prose", "any"]
+"""Text whose endless repetition ends an answer."""
 PROMPT = "prompt.python"
 """Job field of the Python function that makes the prompt of a row."""
 PARSE = "parse"
@@ -136,8 +138,8 @@ class Request(NamedTuple):
     item_ids: tuple[list[int], ...] = ()
     """Token ids of the choices as continuations of the prompt; empty if this process does not tokenize
     them."""
-    stops_repetition: bool = False
-    """Whether generation is stopped once the answer repeats the same text without end."""
+    stops_repetition: RepeatedText | None = None
+    """Text whose endless repetition ends the answer; None if every answer goes on."""
 
     @property
     def shown(self) -> Any:

@@ -208,7 +208,11 @@ class AnswerConditions:
         """Whether a truncated answer may fail."""
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
         """Whether an answer fails if its thinking was truncated."""
-        self._fails_repetition = plan.on_repetition == "fail"
+        is_stopped_by_default = plan.on_repetition == "auto"
+        self._fails_repetition = plan.on_repetition == "fail" or (
+            # Without the default, the answer would have been truncated, and would have failed for that.
+            is_stopped_by_default and job.on_length in {"fail", "longer"}
+        )
         """Whether an answer that repeats itself without end fails."""
         self._only_with_schema = job.on_length is None
         """Whether a truncated answer fails only if its request has a schema, because the job sets no

@@ -3,10 +3,14 @@
 A model that falls into a loop writes the same characters again and again until `max_new_tokens`. A text
 repeats itself if its end is periodic: each character equals the character one period before it. Tables, logs
 and poems repeat characters too, so the periodic end must be long, in characters and in periods.
-docs/benchmarks.md has the rate of false alarms.
+
+However long the periodic end is, it may still be data: some tables, logs and images in base64 have thousands
+of equal records in a row. Prose never does. So a run that stops answers by default stops prose only.
+docs/benchmarks.md has the rates of false alarms.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +28,18 @@ WINDOW = LONGEST_PERIOD * LEAST_PERIODS
 LEAST_IN_PROMPT = 64
 """Minimum length of a repetition in a prompt, in characters or token ids. Shorter repetitions, such as rules
 and indentation, are common in prompts."""
+LEAST_MENTIONED = 0.75
+"""Share of a period that a prompt must contain to mention the period. A prompt may quote the period without
+its line break, or with another first token."""
+LEAST_LETTERS = 0.6
+"""Minimum share of letters and spaces in prose. Lists of ingredients and other short lines have 0.7, rows of
+numbers far less."""
+_SEPARATE_WORDS = re.compile(r" |[^\x00-\u2e7f]")
+"""Matches a space, or a character of a script that needs no spaces. Base64, DNA and a column of a table have
+neither."""
+_MARKS_OF_DATA = re.compile(r"""[{}\[\]<>=|+_\\"\t]|\w\(|[.,;:][^\s.')*\u2019\u201d]|  (?!\n)""")
+"""Matches the marks of code, tables and logs: brackets, quotes, operators, a call, columns that are aligned
+by spaces, or a punctuation mark without a space after it, as in `a.b`, in CSV and in times of day."""
 
 
 class Repetition(NamedTuple):
@@ -61,6 +77,17 @@ def find_repetition(text: str) -> Repetition | None:
     return Repetition(start, period)
 
 
+def is_prose(period: str) -> bool:
+    """Tell whether the text of one period is prose, and not code, a row of a table, or encoded data."""
+    letters = sum(map(str.isalpha, period)) + period.count(" ")
+    return (
+        letters >= LEAST_LETTERS * len(period)
+        and _SEPARATE_WORDS.search(period) is not None
+        # A mark may lie across the end of the period.
+        and _MARKS_OF_DATA.search(period * 2) is None
+    )
+
+
 def _distance_to_repeat(text: str, length: int) -> int | None:
     """Return the distance in characters from the last `length` characters to their previous occurrence.
 
@@ -85,6 +112,24 @@ def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) 
     # The prompt must have at least two periods in a row, and LEAST_IN_PROMPT characters.
     periods = max(2, math.ceil(LEAST_IN_PROMPT / period))
     return output_text[-period:] * periods in prompt_text
+
+
+def is_mentioned(prompt: str | Sequence[int], output: str | Sequence[int]) -> bool:
+    """Tell whether a prompt contains one period of the repetition at the end of an output, or most of it.
+
+    Such a prompt may ask for the repetition: "Write this sentence 500 times". Prompt and output must both be
+    texts, or both be token ids.
+    """
+    prompt_text, output_text = _as_text(prompt), _as_text(output)
+    period = _distance_to_repeat(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
+    if not period:
+        return False
+    length = math.ceil(LEAST_MENTIONED * period)
+    two_periods = output_text[-2 * period :]
+    # A whole period in the prompt contains a part from each of these starts or the next, so that a few parts
+    # of a long period are enough.
+    starts = range(0, period, max(1, period // 16))
+    return any(two_periods[start : start + length] in prompt_text for start in starts)
 
 
 def _as_text(sequence: str | Sequence[int]) -> str:

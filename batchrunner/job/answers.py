@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 
+LEAST_ROOM = 2048
+"""With `on_repetition: auto`, an answer is watched if its `max_new_tokens` is at least this number.
+
+A repetition takes 500 tokens until it is certain, and a shorter answer has little to save. Jobs that keep the
+default `max_new_tokens` of 1,024, and jobs with short answers, are sent without any events.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
     """Result columns that a run has in addition to those of every run, and the checks of its answers."""
@@ -48,7 +56,7 @@ class AnswerPlan:
     on_length: OnLength = "keep"
     """Treatment of an answer that was truncated at `max_new_tokens`."""
     on_repetition: OnRepetition = "keep"
-    """Treatment of an answer that repeats itself without end."""
+    """Treatment of an answer that repeats itself without end. `keep` for tasks and batch files."""
     tries: int = 1
     """Maximum number of answers that a row may get until an answer passes the checks."""
     checks: bool = False

@@ -74,7 +74,7 @@ def _conditions(job: Job) -> dict[str, Any]:
         "on_length": job.on_length,
     }
     # The default is left out, so that a run from before this field existed can be resumed.
-    if job.on_repetition != "keep":
+    if job.on_repetition != "auto":
         conditions["on_repetition"] = job.on_repetition
     return conditions
 

@@ -153,6 +153,8 @@ class HttpEngine(Engine):
         """Names of the model that the servers serve."""
         self._names_to_send: dict[str, str] = {}
         """Model name that is sent, by the model name in a row of a batch file."""
+        self._no_events: str | None = None
+        """Reason why no answer can be watched for repetition; None if answers can."""
         self._logged_unwatched = False
         """Whether the log already says that answers are not watched for repetition."""
         self._no_thinking_budget: str | None = None
@@ -623,14 +625,15 @@ class HttpEngine(Engine):
     def _can_watch(self, endpoint: Endpoint, request: Request) -> bool:
         """Tell whether an answer can be watched for repetition while the server generates it.
 
-        The first reason why answers cannot be watched is logged.
+        The first reason why answers cannot be watched is logged, if the job demands it.
         """
-        reason = None
+        reason = self._no_events
         if request.kind not in {"text", "input_ids"}:
             reason = "the server renders the chats"
-        elif endpoint.arguments is not None:
+        elif reason is None and endpoint.arguments is not None:
             reason = sends_pieces(endpoint.arguments)
-        if reason is not None and not self._logged_unwatched:
+        is_job_obeyed = reason is None or request.stops_repetition == "prose"
+        if not is_job_obeyed and not self._logged_unwatched:
             self._logged_unwatched = True
             log.warning(
                 "on_repetition has no effect, so answers that repeat themselves go on to max_new_tokens: %s",

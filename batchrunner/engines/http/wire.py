@@ -20,11 +20,13 @@ from batchrunner.core.types import (
     COMPLETIONS_PATH,
     RESPONSES_PATH,
     AskedColumns,
+    RepeatedText,
     Request,
     RequestBody,
 )
 from batchrunner.engines.http.proxies import proxy_of
 from batchrunner.input.request_bodies import THINKING_BUDGET, prompts_in
+from batchrunner.job.answers import LEAST_ROOM
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.sampling import THINKING
 
@@ -253,7 +255,7 @@ def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
 STREAM_INTERVAL = 1 << 30
 """Number of tokens between two events of a row that is not watched for repetition. The number is so large
 that only two events come: one after the first token, and one at the end."""
-LEAST_TOKENS = 1024
+LEAST_TOKENS: Mapping[RepeatedText, int] = {"any": 1024, "prose": LEAST_ROOM}
 """An answer is watched for repetition if its `max_new_tokens` is at least this number. A shorter answer has
 no room for repetition."""
 LEAST_BETWEEN = 256
@@ -263,31 +265,31 @@ MOST_EVENTS = 32
 the whole text so far."""
 UNLIMITED_TOKENS = 16_384
 """Assumed `max_new_tokens` of a row that sets none."""
-_GRAMMARS = ("regex", "ebnf", "structural_tag")
-"""Sampling parameters that constrain the output by a grammar, except `json_schema`."""
+_DEMANDS = ("ignore_eos", "regex", "ebnf", "structural_tag", "stop_regex")
+"""Sampling parameters, except `json_schema`, that may demand repetition, or whose end is not certain in an
+answer that comes as events (`stop_regex`)."""
 
 
 def tokens_between_events(request: Request) -> int | None:
     """Return the number of tokens between two checks of an answer for repetition; None for no checks.
 
     An answer is not checked if the request may demand repetition: by `ignore_eos`, by a JSON schema with
-    lists, or by any other grammar.
+    lists, or by any other grammar. By default, an answer with any schema or with `min_new_tokens` is not
+    checked either.
     """
-    if not request.stops_repetition:
+    repeated = request.stops_repetition
+    if repeated is None or request.kind not in {"text", "input_ids"}:
         return None
-    most_tokens = request.sampling.get("max_new_tokens") or UNLIMITED_TOKENS
-    if request.kind not in {"text", "input_ids"} or most_tokens < LEAST_TOKENS:
+    sampling = request.sampling
+    most_tokens = sampling.get("max_new_tokens") or UNLIMITED_TOKENS
+    if most_tokens < LEAST_TOKENS[repeated] or _output_count(request) > 1:
         return None
-    if _output_count(request) > 1 or _may_ask_for_repetition(request.sampling):
-        return None
-    return max(LEAST_BETWEEN, int(most_tokens) // MOST_EVENTS)
-
-
-def _may_ask_for_repetition(sampling: Mapping[str, Any]) -> bool:
-    """Tell whether sampling parameters may make an answer repeat itself."""
     schema = str(sampling.get("json_schema") or "")
     has_lists = '"array"' in schema or '"items"' in schema
-    return has_lists or bool(sampling.get("ignore_eos")) or any(sampling.get(name) for name in _GRAMMARS)
+    may_demand = has_lists or any(sampling.get(name) for name in _DEMANDS)
+    if may_demand or (repeated == "prose" and (schema or sampling.get("min_new_tokens"))):
+        return None
+    return max(LEAST_BETWEEN, int(most_tokens) // MOST_EVENTS)
 
 
 def _streamed(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
