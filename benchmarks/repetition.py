@@ -2,12 +2,11 @@
 
 Each text is cut into pieces of 16,000 characters, about 4,000 tokens, and each piece is checked after every
 1,024 characters, as if a model had written it. Equal pieces and pieces of fewer than 2,048 characters do not
-count. An alarm in the text of a file is a false one. Each answer of a model is one text. Repetitions to
-the end of an answer, or almost, are loops, so alarms in answers are counted apart: `ends` is the number of
-alarms after which the answer only goes on to repeat until it ends. Binary files are read as base64.
+count. An alarm in the text of a file is a false one. Binary files are read as base64.
 
-Answers are recognised in files `model_outputs.json` (as those of AlpacaEval, a list of objects with `output`)
-and `model_answer/*.jsonl` (as those of Arena-Hard and MT-bench).
+Answers of models are counted apart, because their alarms may be right: `ends` is the number of alarms after
+which the text only repeats until its end. Each answer is one text. Answers are recognised in the files of
+AlpacaEval, ZeroEval, WildBench, Arena-Hard and MT-bench.
 """
 
 import argparse
@@ -75,19 +74,25 @@ def texts_of(path: Path, number: int) -> Iterator[tuple[str, str]]:
     if b"\0" in content:
         return
     text = content.decode(errors="replace")
-    if path.name == "model_outputs.json":
-        yield from ((ANSWERS, answer["output"]) for answer in json.loads(text) if answer["output"])
-    elif path.suffix == ".jsonl" and "model_answer" in path.parts:
-        yield from ((ANSWERS, answer) for line in text.splitlines() for answer in _turns(json.loads(line)))
+    key = answer_key(text)
+    if path.suffix == ".jsonl" and "model_answer" in path.parts:
+        rows = [json.loads(line) for line in text.splitlines()]
+        turns = [turn for row in rows for choice in row.get("choices", ()) for turn in choice["turns"]]
+        yield from ((ANSWERS, turn if isinstance(turn, str) else turn["content"]) for turn in turns)
+    elif path.suffix == ".json" and key is not None:
+        answers = [row[key] for row in json.loads(text)]
+        lists = [answer if isinstance(answer, list) else [answer] for answer in answers]
+        yield from ((ANSWERS, answer) for outputs in lists for answer in outputs if answer)
     else:
         yield kind, text
 
 
-def _turns(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts of the model in a row of Arena-Hard or MT-bench."""
-    for choice in row.get("choices", ()):
-        for turn in choice["turns"]:
-            yield turn if isinstance(turn, str) else turn["content"]
+def answer_key(text: str) -> str | None:
+    """Return the name of the field with the answer in a JSON file of answers; None for another text."""
+    beginning = text[:100_000]
+    if '"model_output":' in beginning:
+        return "model_output"
+    return "output" if '"generator":' in beginning and '"output":' in beginning else None
 
 
 def first_alarms(text: str, start: int, end: int) -> dict[str, Alarm]:

@@ -34,10 +34,13 @@ its line break, or with another first token."""
 LEAST_LETTERS = 0.6
 """Minimum share of letters and spaces in prose. Lists of ingredients and other short lines have 0.7, rows of
 numbers far less."""
+_SENTENCE = re.compile(r"(?:\b[a-z']+,? ){8}")
+"""Matches eight plain words in a row. Log messages and comments in code that recur thousands of times have at
+most five."""
 _SEPARATE_WORDS = re.compile(r" |[^\x00-\u2e7f]")
 """Matches a space, or a character of a script that needs no spaces. Base64, DNA and a column of a table have
 neither."""
-_MARKS_OF_DATA = re.compile(r"""[{}\[\]<>=|+_\\"\t]|\w\(|[.,;:][^\s.')*\u2019\u201d]|  (?!\n)""")
+_MARKS_OF_DATA = re.compile(r"""[{}\[\]<>=|+_\\"\t]|\w\(|[.,;:][^\s.')*\u2019\u201d]|(?<![.!?:])  (?!\n)""")
 """Matches the marks of code, tables and logs: brackets, quotes, operators, a call, columns that are aligned
 by spaces, or a punctuation mark without a space after it, as in `a.b`, in CSV and in times of day."""
 
@@ -79,12 +82,15 @@ def find_repetition(text: str) -> Repetition | None:
 
 def is_prose(period: str) -> bool:
     """Tell whether the text of one period is prose, and not code, a row of a table, or encoded data."""
+    # A sentence or a mark may lie across the end of the period.
+    two_periods = period * 2
+    if _SENTENCE.search(two_periods) is not None:
+        return True
     letters = sum(map(str.isalpha, period)) + period.count(" ")
     return (
         letters >= LEAST_LETTERS * len(period)
         and _SEPARATE_WORDS.search(period) is not None
-        # A mark may lie across the end of the period.
-        and _MARKS_OF_DATA.search(period * 2) is None
+        and _MARKS_OF_DATA.search(two_periods) is None
     )
 
 
