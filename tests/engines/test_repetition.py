@@ -109,7 +109,7 @@ def test_a_repetition_that_the_prompt_has() -> None:
         " #womeninscience #womeninspace",
         "高级牛肉",
         "The box was opened and the cat was dead. ",
-        "\n\nThis does not work so we try $x = 3$ and get $y = 4$.  So the sum of all the roots is {4}.",
+        "\n\nThis is not right, so we have to look for another root: $x = 3$.  So {4} is the sum.",
     ],
 )
 def test_prose(period: str) -> None:
@@ -123,7 +123,8 @@ def test_prose(period: str) -> None:
         "A", "GATC", "0, ", "-", " ",
         "\nMale,No,3", "\n| a cell | a cell |", "\nDISPATCH", "0\n", '"name": "unknown", ',
         "),\n        cutlass.Uint64(0", ",\n\tGCB_LV,\n\tGCB_LVT", " x +", " FROM a.b JOIN",
-        "Link error at 04:30:31 of node\n", "\"could not open the file\",\n", "one      two\n", "[Decode batch ended] ",
+        "Link error at 04:30:31 of node\n", '"could not open the file",\n', "one      two\n",
+        "[Decode batch ended] ",
     ],
 )  # fmt: skip
 def test_data_is_no_prose(period: str) -> None:

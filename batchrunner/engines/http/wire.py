@@ -265,9 +265,11 @@ MOST_EVENTS = 32
 the whole text so far."""
 UNLIMITED_TOKENS = 16_384
 """Assumed `max_new_tokens` of a row that sets none."""
-_DEMANDS = ("ignore_eos", "regex", "ebnf", "structural_tag", "stop_regex")
+_DEMANDS = frozenset({"ignore_eos", "regex", "ebnf", "structural_tag", "stop_regex"})
 """Sampling parameters, except `json_schema`, that may demand repetition, or whose end is not certain in an
 answer that comes as events (`stop_regex`)."""
+_DEMANDS_OF_PROSE = _DEMANDS | {"json_schema", "min_new_tokens"}
+"""Sampling parameters with which an answer is not stopped by default."""
 
 
 def tokens_between_events(request: Request) -> int | None:
@@ -284,28 +286,29 @@ def tokens_between_events(request: Request) -> int | None:
     most_tokens = sampling.get("max_new_tokens") or UNLIMITED_TOKENS
     if most_tokens < LEAST_TOKENS[repeated] or _output_count(request) > 1:
         return None
-    schema = str(sampling.get("json_schema") or "")
-    has_lists = '"array"' in schema or '"items"' in schema
-    may_demand = has_lists or any(sampling.get(name) for name in _DEMANDS)
-    if may_demand or (repeated == "prose" and (schema or sampling.get("min_new_tokens"))):
+    demands = _DEMANDS_OF_PROSE if repeated == "prose" else _DEMANDS
+    # Few rows have any of these parameters.
+    if not demands.isdisjoint(sampling) and any(sampling.get(name) for name in demands):
+        return None
+    schema = sampling.get("json_schema")
+    if schema and ('"array"' in str(schema) or '"items"' in str(schema)):
         return None
     return max(LEAST_BETWEEN, int(most_tokens) // MOST_EVENTS)
 
 
-def _streamed(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters for an answer that comes as events."""
-    return {**sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
-
-
-def watched_body(request: Request) -> dict[str, Any]:
-    """Return the body for `/generate` of one row whose answer is watched for repetition."""
+def watched_body(request: Request, interval: int) -> dict[str, Any]:
+    """Return the body for `/generate` of one row whose answer comes as events, every `interval` tokens."""
     body = generate_body(request)
-    return {**body, "sampling_params": _streamed(request, body["sampling_params"]), "stream": True}
+    sampling = {**body["sampling_params"], "stream_interval": interval}
+    return {**body, "sampling_params": sampling, "stream": True}
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
     """Return the body that sends several prompts of token ids to `/generate`, with a streamed answer."""
-    samplings = [_streamed(request, request.sampling) for request in requests]
+    samplings = [
+        {**request.sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
+        for request in requests
+    ]
     are_equal = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {
         "input_ids": [request.prompt for request in requests],
