@@ -120,10 +120,7 @@ class _LineFaults:
 
 
 def _raise_together(errors: Sequence[BatchFileError]) -> None:
-    """Raise the error.
-
-    Several errors are raised as one, whose text has a line for each; no errors, no raise.
-    """
+    """Raise the errors, combined into one whose text has a line for each; do nothing if there are none."""
     if len(errors) > 1:
         faults = sorted(fault for error in errors for fault in error.line_faults)
         # An error with `faults` contributes one text for each fault.
