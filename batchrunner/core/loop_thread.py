@@ -38,7 +38,10 @@ class LoopWork(Generic[T]):
         self._task: asyncio.Task[T] | None = None
         self._is_cancelled = False
         self.result: Future[T] = Future()
-        """Done when the coroutine has ended; a BatchrunError if it was cancelled."""
+        """Future with the coroutine's result.
+
+        Its exception is a BatchrunError if the coroutine was cancelled.
+        """
         self.result.set_running_or_notify_cancel()  # A running future cannot be cancelled.
         loop.call_soon_threadsafe(self._begin, work)
         # STOP is set in a thread that works for a coroutine of the program, and done when that is cancelled.

@@ -28,12 +28,15 @@ With fewer stretches, the sample might miss, for example, that ten million rows 
 with a common prefix.
 """
 ALIKE_BYTES = 256
-"""How many more bytes two prompts must share than nearly all prompts do, to count as alike.
+"""Additional bytes that two prompts must share, beyond the prefix of nearly all prompts, to be alike.
 
 256 bytes are about 64 tokens.
 """
 FEWEST_ALIKE = 8
-"""Minimum number of alike rows in the sample for an extrapolation to all rows; fewer may be chance."""
+"""Minimum number of rows in the sample that share a long prefix with another row.
+
+With fewer, the sample says nothing about all rows: it may be chance.
+"""
 WORTH_IT = 0.05
 """Minimum fraction by which sorting must help to be worth its time and disk space.
 
@@ -160,13 +163,13 @@ def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[floa
     if not total_bytes:
         return 0.0, 0.0
     ordered = sorted((prompt, number) for number, stretch in enumerate(sample) for prompt in stretch)
-    # For each prompt, the lengths of the longest prefixes that it shares with earlier prompts: of its own
-    # stretch, and of other stretches.
+    # For each prompt, the lengths of the longest prefixes that it shares with earlier prompts: those of its
+    # own stretch (consecutive rows), and all others.
     shared_with_earlier = list(_nearest(ordered))
     bytes_in_stretches = sum(in_stretch for in_stretch, _ in shared_with_earlier)
     is_whole_input = len(ordered) == rows
     if is_whole_input:
-        # In sorted order, it does not matter from which stretch the earlier prompt comes.
+        # In sorted order, the earlier prompt may come from any part of the sample.
         sorted_bytes = float(sum(map(max, shared_with_earlier)))
     else:
         gains = _gains_of_sorting(ordered, shared_with_earlier)
@@ -177,11 +180,11 @@ def shared_fractions(sample: Sequence[Sequence[bytes]], rows: int) -> tuple[floa
 def _gains_of_sorting(
     ordered: Sequence[tuple[bytes, int]], shared_with_earlier: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Return the bytes that sorting saves for each sampled row with an alike row in another stretch.
+    """Return the bytes that sorting saves for sampled rows whose prefix occurs in another part of the sample.
 
-    `ordered` has the sorted prompts, each with the number of its stretch. `shared_with_earlier` is the result
-    of `_nearest(ordered)`. A prefix that nearly all prompts share does not make rows alike, because the
-    prefix cache reuses it in any order.
+    The result has an entry for each such row. `ordered` has the sorted prompts, each with the number of its
+    stretch (consecutive rows). `shared_with_earlier` is the result of `_nearest(ordered)`. A prefix that
+    nearly all prompts share does not count, because the prefix cache reuses it in any order.
     """
     # Searching from the end gives the later prompts that share the longest prefix.
     shared_with_later = reversed(list(_nearest(ordered[::-1])))
@@ -200,9 +203,10 @@ def _gains_of_sorting(
 def _extrapolated_gain(gains: Sequence[int], sampled: int, rows: int) -> float:
     """Return the bytes that sorting all rows would save for the `sampled` rows.
 
-    `gains` has an entry for each sampled row with an alike row in another stretch. Let p be the fraction of
-    such rows in the sample. A row then has about x = p·rows/sampled alike rows in the whole input. At least
-    one of them precedes the row with probability x / (1 + x), and then the row saves the mean of `gains`.
+    `gains` has the saved bytes of each sampled row that shares a long prefix with a row elsewhere in the
+    sample. Let p be the fraction of such rows in the sample. A row then has about x = p·rows/sampled such
+    partners in the whole input. At least one of them precedes the row with probability x / (1 + x), and then
+    the row saves the mean of `gains`.
     """
     if len(gains) < FEWEST_ALIKE:
         return 0.0

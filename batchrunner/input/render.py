@@ -113,7 +113,7 @@ class Renderer:
                 else:
                     self._shared_fields[field] = value
 
-        # The function of `input.filter`.
+        # Compiled `input.filter`; None if the job has no filter.
         self.predicate: Predicate | None = None
         self._expression_columns: Sequence[str] = []
         self._compile_expressions(job, dataset.schema.names, faults)

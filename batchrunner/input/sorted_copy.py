@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABOUT = b"batchrunner"
-"""Metadata key of `about` in the Parquet file."""
+"""Metadata key under which the Parquet file stores its order and its run."""
 
 
 class SortedCopy:

@@ -41,7 +41,7 @@ BATCH_ROWS = 4096
 MOST_LEVELS = 48
 """Maximum number of nested levels of a JSON value, about as many as Parquet can store."""
 _NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
-"""Values that some programs write as numbers, although JSON does not allow them."""
+"""Values that some programs write as numbers, although JSON does not allow them: NaN and infinity."""
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some editors write at the start of a UTF-8 file. It is not part of the text."""
 ARROW_MAGIC = b"ARROW1"

@@ -380,7 +380,7 @@ def _location_of(tree: object, problem: ErrorDetails) -> _Location:
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
         elif not (isinstance(tree, Mapping) and step == tree.get("kind")):
-            # If the user chose the branch of an engine by `kind`, there is no doubt, so it is not recorded.
+            # A branch that the user chose by the `kind` of an engine is certain, so it is not recorded.
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))

@@ -96,7 +96,7 @@ class OutputSpec(Spec):
     """Additional columns: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
     `prompt_logprobs`, `matched_stop`, `parsed`. Columns that every result has may be named too."""
     reuse: UserPath | None = None
-    """Path of another run. A row whose request is equal to one of that run gets its accepted answer."""
+    """Path of another run. A row whose request equals one of that run gets the accepted answer from there."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Number of tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000

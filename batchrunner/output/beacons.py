@@ -51,7 +51,7 @@ class Beacon:
     def __init__(self, directory: Path, task: str, token: str, store: Store) -> None:
         """Prepare the beacon; `light` creates its file.
 
-        `directory` contains the leases. `token` is this worker's name in the lock of its task.
+        `directory` contains the leases (claimed ranges of rows). `token` is this worker's random name.
         """
         self._directory = directory
         self._prefix = f"alive.{task}.{token}"

@@ -59,7 +59,7 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
 }
 """Arrow types of the optional result columns, for a row with a single completion."""
 TASK = "task"
-"""Metadata key in a part file for a task that generates no text, such as embedding.
+"""Metadata key in a part file of a job whose task generates no text, such as embedding.
 
 Such a file lacks the text columns (OF_TEXTS), so an input column that is copied into the results may be
 called `output`.

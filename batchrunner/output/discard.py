@@ -51,7 +51,7 @@ def check_nobody_works(run_dir: RunDir, sleep: Sleep) -> None:
 
 
 def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
-    """Delete the files of earlier attempts. The caller holds `lock`, the lock of the main task.
+    """Delete the files of earlier attempts. The caller holds `lock`, the lock of the main worker.
 
     Raises TaskHeldError if another worker is running, StorageError if a file cannot be deleted, and
     TaskLockLostError if another process has taken the lock. After an error nothing more is deleted.
@@ -77,9 +77,9 @@ def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
 
 @contextlib.contextmanager
 def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
-    """Hold the lock of this task (`hold_task`). A run that is being discarded is first deleted completely.
+    """Hold this worker's lock (`hold_task`). If the run is being discarded, that is finished first.
 
-    Raises TaskHeldError if a running process holds the task, OutputError or StorageError if nothing can be
+    Raises TaskHeldError if another process holds the lock, OutputError or StorageError if nothing can be
     written.
     """
     while True:
@@ -93,7 +93,7 @@ def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
 
 
 def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
-    """Finish a discard whose process has died. Wait while a running process holds the main task."""
+    """Finish a discard whose process has died. If that process is still running, wait for it."""
     main = run_dir.of_task()
     while run_dir.is_being_discarded():
         try:
@@ -110,7 +110,7 @@ def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
 
 
 def discard_failed_rows(run_dir: RunDir, lock: TaskLock) -> None:
-    """Remove the failed rows from this task's part files (Parquet files of results).
+    """Remove the failed rows from this worker's part files (Parquet files of results).
 
     Each file is replaced atomically. Raises ResumeError if a file is damaged, StorageError if one cannot be
     written, and TaskLockLostError if another process has taken the lock.

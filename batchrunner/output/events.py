@@ -179,7 +179,7 @@ def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def uploading_logs(run_dir: RunDir) -> Iterator[None]:
-    """Upload the event log and the engine logs of a task, during the block and at its end.
+    """Upload this worker's event log and engine logs, during the block and at its end.
 
     A failed upload only logs a warning, because a missing log must not end the run. A run on a file system
     uploads nothing.

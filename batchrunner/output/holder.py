@@ -12,14 +12,11 @@ from pathlib import Path
 import orjson
 
 OWNER = "owner"
-"""Name, without its directory, of the file or object that names the process which holds a task's lock."""
+"""Name, without its directory, of the file or object that says which process holds a worker's lock."""
 HEARTBEAT = "heartbeat"
-"""File in a task directory with a counter.
-
-The process that holds the task's lock increments it to show that it runs.
-"""
+"""File with a counter, which the process that holds a worker's lock increments to show that it runs."""
 ABANDONED_PID = 0
-"""Process ID in `owner` of a task that its process gave up before it was done."""
+"""Process ID in `owner` if the process gave up its work before it was done."""
 HELD_HERE: set[str] = set()
 """Tokens (`LockHolder.token`) of the locks that this process holds."""
 _ENDED_STATES = {"Z", "X", "x"}
@@ -41,11 +38,11 @@ class LockHolder:
     started: str
     """Start time of the process in kernel ticks; distinguishes it from others that had the same ID."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random hexadecimal name of the holder, a part of the names of its journals and temporary files."""
+    """Random hexadecimal name of the process, a part of the names of its journals and temporary files."""
     beats: int = 0
     """Number of heartbeats so far, if the lock is in an object store; else 0."""
     is_clean: bool = False
-    """Whether the process had written all its rows when it released the task.
+    """Whether the process had written all its rows when it released its lock.
 
     Used only in an object store.
     """
@@ -70,7 +67,7 @@ class LockHolder:
             return True if self.machine else None
         if self.namespace != observer.namespace:
             return None  # `pid` belongs to another container, so it cannot be looked up here.
-        # With another start time, `pid` belongs to another process now, and the holder has ended.
+        # With another start time, `pid` now belongs to another process, and this one has ended.
         is_other_process = _start_time(self.pid) != self.started
         return is_other_process or (self.pid == os.getpid() and self.token not in HELD_HERE)
 

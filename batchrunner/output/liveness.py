@@ -23,7 +23,7 @@ from batchrunner.output.samples import LoggedSample
 log = logging.getLogger(__name__)
 
 DEAD_AFTER_S = 75.0
-"""Seconds without a heartbeat after which the holder of a task's lock counts as dead.
+"""Seconds without a heartbeat after which the process that holds a worker's lock counts as dead.
 
 NFS may show an old file for 60 s, so a shorter time would not be safe.
 """
@@ -47,7 +47,7 @@ The process may have ended, or that machine's clock may be wrong.
 
 
 class LivenessMonitor:
-    """Finds out whether the holder of a task (the process that holds its lock) is running.
+    """Finds out whether the process that holds a worker's lock is running.
 
     For a process on another machine, this takes up to DEAD_AFTER_S.
     """
@@ -61,11 +61,11 @@ class LivenessMonitor:
         fresh_s: float = FRESH_S,
         pause_s: float = 0.0,
     ) -> None:
-        """Prepare to watch the holder of a task.
+        """Prepare to watch the process that holds a worker's lock.
 
         `look` returns the content of `owner`, and bytes that each heartbeat changes. It is called at most
-        every `pause_s` seconds. `me` is this process. A holder counts as running for `fresh_s` seconds after
-        a heartbeat.
+        every `pause_s` seconds. `me` is this process. The watched process counts as running for `fresh_s`
+        seconds after a heartbeat.
         """
         self._look = look
         self._me = me or this_process()
@@ -85,16 +85,16 @@ class LivenessMonitor:
 
     @property
     def holder(self) -> LockHolder | None:
-        """The process that held the task at the last poll.
+        """The process that held the lock at the last poll.
 
         It is None if there was none, or if its name in `owner` was incomplete.
         """
         return parse_holder(self.owner_content)
 
     def poll(self) -> bool | None:
-        """Look again; return whether the task's holder is running, or None if that is not clear yet.
+        """Look again; return whether the lock's holder is running, or None if that is not clear yet.
 
-        The result is also False if no process holds the task: it was released, or the name in `owner` is
+        The result is also False if no process holds the lock: it was released, or the name in `owner` is
         still incomplete after UNNAMED_AFTER_S. Raises OSError if the run's store does not answer.
         """
         before, now = self._last_seen, self._clock()
@@ -118,7 +118,7 @@ class LivenessMonitor:
 def judge_holder(
     holder: LockHolder | None, observer: LockHolder, *, silent_s: float, dead_after_s: float, is_fresh: bool
 ) -> bool | None:
-    """Tell whether the process that holds a task runs; None if that is not clear yet.
+    """Tell whether the process that holds a worker's lock runs; None if that is not clear yet.
 
     `holder` is None if the lock was released, or if its name in `owner` is incomplete. `silent_s` are the
     seconds since the last heartbeat. `is_fresh` means that a recent heartbeat was seen.
@@ -126,7 +126,7 @@ def judge_holder(
     if holder is None:
         return False if silent_s > UNNAMED_AFTER_S else None
     is_dead = holder.is_dead(observer)
-    if is_dead is not None:  # The holder is on this machine, or has abandoned the task.
+    if is_dead is not None:  # The process is on this machine, or has given up its work.
         return not is_dead
     if silent_s > dead_after_s:
         return False
@@ -134,7 +134,7 @@ def judge_holder(
 
 
 def monitor_of(run_dir: RunDir) -> LivenessMonitor:
-    """Return a monitor of the process that holds this task."""
+    """Return a monitor of the process that holds this worker's lock."""
     objects = run_dir.store.objects
     if objects is None:
         return LivenessMonitor(lambda: look_at_files(run_dir.task_directory))
@@ -142,7 +142,7 @@ def monitor_of(run_dir: RunDir) -> LivenessMonitor:
 
 
 def read_owner(run_dir: RunDir) -> bytes:
-    """Return the content of the file or object `owner` of a task; b"" if there is none."""
+    """Return the content of a worker's file or object `owner`; b"" if there is none."""
     objects = run_dir.store.objects
     if objects is None:
         return read_bytes(run_dir.task_directory / OWNER)
@@ -150,10 +150,10 @@ def read_owner(run_dir: RunDir) -> bytes:
 
 
 def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[float], object]) -> None:
-    """Wait until the holders of several tasks are all known to be dead.
+    """Wait until the processes that hold the locks of several workers are all known to be dead.
 
-    All are watched at the same time. The keys of `monitors` name the tasks in messages. `sleep` may raise an
-    exception to end the wait. Raises TaskHeldError as soon as one holder is known to run.
+    All are watched at the same time. The keys of `monitors` name the workers in messages. `sleep` may raise
+    an exception to end the wait. Raises TaskHeldError as soon as one process is known to run.
     """
     unclear, has_warned = dict(monitors), False
     while unclear:
@@ -167,7 +167,7 @@ def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[fl
             if is_running is False:
                 del unclear[place]
             elif monitor.holder and not has_warned:
-                has_warned = True  # All holders are watched at the same time, so one warning is enough.
+                has_warned = True  # All processes are watched at the same time, so one warning is enough.
                 log.warning(
                     "%s: waiting %.0f s to see whether %s is still running",
                     place, DEAD_AFTER_S, monitor.holder,
@@ -177,19 +177,19 @@ def wait_until_dead(monitors: Mapping[str, LivenessMonitor], sleep: Callable[[fl
 
 
 def look_at_files(directory: Path) -> tuple[bytes, bytes]:
-    """Return the contents of `owner` and `heartbeat` in a task directory; b"" for a missing file."""
+    """Return the contents of `owner` and `heartbeat` in a worker's directory; b"" for a missing file."""
     return read_bytes(directory / OWNER), read_bytes(directory / HEARTBEAT)
 
 
 def holders_of(
     tasks: Sequence[tuple[RunDir, LoggedSample | None]], *, watch: bool = True
 ) -> list[str | None]:
-    """Return the name of the process that holds each task; None for a task without a running process.
+    """Return the name of each worker's process; None for a worker without a running process.
 
-    Each task comes with the newest load sample in its event log. A process on another machine counts as
+    Each worker comes with the newest load sample in its event log. A process on another machine counts as
     running if that sample is recent, or if there is none yet. If the sample is old, the process may have
     ended, or its clock may be wrong. Then heartbeats are watched for TIMING.other_heartbeat seconds, for all
-    such tasks together. With `watch` false, or in an object store, where heartbeats are rare, such a task
+    such workers together. With `watch` false, or in an object store, where heartbeats are rare, such a worker
     counts as ended. Raises OutputError or StoreAwayError if the store does not answer.
     """
     monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
@@ -220,7 +220,7 @@ def is_recent(sample: LoggedSample) -> bool:
 
 @contextlib.contextmanager
 def engine_starting(run_dir: RunDir) -> Iterator[None]:
-    """During the block, show other processes by a file in the task's directory that its engine is starting.
+    """During the block, a file in the worker's directory tells other processes that its engine is starting.
 
     The file is only for display, so errors in writing it are ignored.
     """
@@ -237,10 +237,10 @@ def engine_starting(run_dir: RunDir) -> Iterator[None]:
 
 
 def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return what a task does before its first row (`what`), and for how long (`since_s`, in seconds).
+    """Return what a worker does before its first row (`what`), and for how long (`since_s`, in seconds).
 
     `what` is "input" while the input is read and sorted, and "engine" while the engine starts. Returns None
-    once the task sends rows. The result comes from modification times of files, which all follow one clock.
+    once the worker sends rows. The result comes from modification times of files, which all follow one clock.
     """
     lock_time = _modification_time(run_dir.task_directory / OWNER)
     # The attempt writes its first event when its engine is ready.

@@ -76,7 +76,7 @@ class DoneRows:
 
 
 def read_done(run_dir: RunDir) -> DoneRows:
-    """Return the rows in this task's part files and journals.
+    """Return the rows in this worker's part files (Parquet files of results) and journals.
 
     Raises ResumeError if a part file is damaged, and StorageError if the disk cannot read one.
     """
@@ -97,7 +97,7 @@ def read_done(run_dir: RunDir) -> DoneRows:
 
 
 def done_by_all(run_dir: RunDir) -> DoneRows:
-    """Return the rows that all tasks of a run together have done.
+    """Return the rows that all workers of a run together have done.
 
     Raises ResumeError if a part file is damaged, StorageError if the disk cannot read one, and OutputError if
     the results cannot be fetched from the run's store.
@@ -119,7 +119,7 @@ def _read_part(path: Path) -> DoneRows:
 
 
 def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
-    """Yield the columns `row` and `error` of each table in this task's journals.
+    """Yield the columns `row` and `error` of each table in this worker's journals.
 
     They are copied, so that the memory of the other columns can be freed.
     """

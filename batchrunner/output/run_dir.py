@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 LEAST_FREE_BYTES = 16 << 20
 """Minimum number of free bytes on the disk at the start of a run."""
 ENGINE_STARTING = "engine-starting"
-"""Name of the file in a task directory that exists while the task's engine starts."""
+"""File in a worker's directory that exists while the worker's engine starts."""
 ESTIMATE = "estimate.json"
 """File that `batchrun estimate` writes in an output path."""
 TUNE = "tune"
 """Directory that `batchrun tune` writes in an output path."""
 MAIN_TASK = "main"
-"""Name of the only task of a run that is not shared."""
+"""Name of the only worker of a run that is not shared."""
 _PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
-"""Matches a part (a Parquet file of results); its groups are the task and the number."""
+"""Matches a part file (a Parquet file of results); its groups are the worker's name and the number."""
 _MERGED = re.compile(r"merged/(merged-\d+\.parquet|_SUCCESS)")
 _OURS = re.compile(
     r"parts/(part-.+-\d{6,}\.parquet|\.part-.+\.tmp)|(leases|tasks/[^/]+)/.+"
@@ -46,7 +46,7 @@ _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
 _RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.pattern}|discarding")
 """Matches the paths that only the run may write: its own files, and everything in its directories."""
 SEGMENT = "turns-"
-"""Prefix of files in a task's directory with the answers of unfinished rollouts (turns.py)."""
+"""Prefix of files in a worker's directory with the answers of unfinished rollouts (turns.py)."""
 PLACE = ".place.json"
 """File in a working copy with the URI of its run and the storage options, without secrets."""
 RUN_ID = "run_id"
@@ -54,9 +54,10 @@ RUN_ID = "run_id"
 
 
 class RunDir:
-    """The paths of a run, as one of its tasks (workers' shares) sees them.
+    """The paths of a run, as one of its workers sees them.
 
-    All tasks share `parts`, `leases`, `merged` and run.json. Locks and journals are in `task_directory`.
+    All workers share `parts`, `leases`, `merged` and run.json. `task_directory` has this worker's lock and
+    journals; a task is one worker's share of the run.
     """
 
     def __init__(self, path: str | Path, task: str = MAIN_TASK, store: Store = LOCAL) -> None:
@@ -68,7 +69,7 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.task_directory = self.tasks / task
         self.owner = f"tasks/{task}/{OWNER}"
-        """Object that names the process which holds the task, if the run is in an object store."""
+        """Object that names the process which holds this worker's lock, if the run is in an object store."""
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"
@@ -78,7 +79,7 @@ class RunDir:
         self.discarding = self.path / "discarding"
         """File that marks a run as being discarded; see `discard.py`."""
         self.log_directory = self.path if task == MAIN_TASK else self.task_directory
-        """Directory of the task's event log, report and engine logs."""
+        """Directory of this worker's event log, report and engine logs."""
         self.report_json = self.log_directory / "report.json"
         self.report_html = self.log_directory / "report.html"
         self.events = self.log_directory / "events.jsonl"
@@ -89,7 +90,7 @@ class RunDir:
         return self.store.uri or (self._path_in_job if is_uri(self._path_in_job) else str(self.path))
 
     def all_tasks(self) -> list[RunDir]:
-        """Return a RunDir for each task that has part files, or files in its directory."""
+        """Return a RunDir for each worker that has part files, or files in its directory."""
         with_files = [path.name for path in self.tasks.glob("*") if not _is_empty(path)]
         in_store = self._published(self.tasks)
         with_parts = [task for task in map(_task_of, self.all_parts()) if task is not None]
@@ -97,19 +98,19 @@ class RunDir:
         return [self.of_task(name) for name in sorted(names)]
 
     def of_task(self, task: str = MAIN_TASK) -> RunDir:
-        """Return this run as another task sees it."""
+        """Return the same run as the worker with this name sees it."""
         return RunDir(self.path, task, self.store)
 
     def other_tasks(self) -> list[RunDir]:
-        """Return a RunDir for each other task in `all_tasks`."""
+        """Return a RunDir for each other worker in `all_tasks`."""
         return [run_dir for run_dir in self.all_tasks() if run_dir.task != self.task]
 
     def all_parts(self) -> list[Path]:
-        """Return the part files of all tasks, sorted by task, then by number."""
+        """Return the part files of all workers, sorted by worker, then by number."""
         return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
 
     def bring_results(self) -> None:
-        """Fetch the current results of all tasks from the run's store.
+        """Fetch the current results of all workers from the run's store.
 
         Raises OutputError or StoreAwayError if that fails.
         """
@@ -124,7 +125,7 @@ class RunDir:
             return self.store.names(directory)
 
     def part(self, number: int) -> Path:
-        """Return the path of this task's part file number `number`."""
+        """Return the path of this worker's part file with this number."""
         return self.parts / f"part-{self.task}-{number:06d}.parquet"
 
     def owns(self, path: Path) -> bool:
@@ -138,20 +139,20 @@ class RunDir:
         return _RESERVED.fullmatch(path.relative_to(directory).as_posix()) is not None
 
     def own_parts(self) -> list[Path]:
-        """Return the part files of this task, oldest first."""
+        """Return the part files of this worker, oldest first."""
         parts = self.parts.glob(f"part-{self.task}-*.parquet")
         return sorted(part for part in parts if _task_of(part) == self.task)
 
     def next_number(self) -> int:
-        """Return the number of this task's next part file."""
+        """Return the number of this worker's next part file."""
         return 1 + max(map(number_of, self.own_parts()), default=-1)
 
     def journal(self, number: int, token: str) -> Path:
-        """Return the path of the journal for part file `number`; `token` is the token of the task's lock."""
+        """Return the path of the journal for part file `number`; `token` is the process's random name."""
         return self.task_directory / f"journal-{number:06d}-{token}"
 
     def journals(self, last: str | None = None) -> list[Path]:
-        """Return the journals of this task, oldest first; `last` is explained in `Store.journals`."""
+        """Return the journals of this worker, oldest first; `last` is explained in `Store.journals`."""
         with using_run(self.name):
             return self.store.journals(self.task_directory, last)
 
@@ -229,7 +230,7 @@ def number_of(path: Path) -> int:
 
 
 def _task_of(part: Path) -> str | None:
-    """Return the task in the name of a part file; None for another file."""
+    """Return the worker's name in the name of a part file; None for another file."""
     name = _PART.fullmatch(part.name)
     return name[1] if name else None
 
@@ -252,7 +253,7 @@ def open_run(path: str | Path, task: str = MAIN_TASK, storage: StorageSpec | Non
         # needed.
         pattern = r"run\.json|events\.jsonl|tasks/main/.*|tasks/[^/]+/events\.jsonl"
     else:
-        # Fetch everything except leases and the engine logs of other tasks.
+        # Fetch everything except leases and the engine logs of other workers.
         pattern = rf"(?!leases/)(?!tasks/(?!{re.escape(task)}/)[^/]+/[^/]+\.log).*"
     return _with_copy(str(path), storage or StorageSpec(), task=task, pattern=pattern)
 

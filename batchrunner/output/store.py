@@ -75,21 +75,21 @@ class Store:
         """
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Fetch the current run.json, and the part files of these tasks (default: all).
+        """Fetch the current run.json, and the part files of these workers (default: all).
 
         A part file is a Parquet file of results.
         """
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:  # noqa: ARG002 - of a store
-        """Return the journals of a task on this machine, oldest first.
+        """Return the journals of a worker on this machine, oldest first.
 
-        In an object store, only the journals of the task's last holder are returned. `last` is its token
-        (default: the token in `owner`). Rows in journals of earlier holders were computed again.
+        In an object store, only the journals of the worker's last process are returned. `last` is its token
+        (default: the token in `owner`). Rows in journals of earlier processes were computed again.
         """
         return sorted(task_directory.glob("journal-*"))
 
     def add(self, temporary: Path, path: Path) -> None:
-        """Publish a file under a new name that only this task uses.
+        """Publish a file under a new name that only this worker uses.
 
         Raises FileExistsError if the name is taken.
         """
@@ -140,7 +140,7 @@ class Store:
         """
 
     def discard_copy(self, task: str) -> None:
-        """Delete the working copy of a task that will never run again, with its journals."""
+        """Delete the working copy, with its journals, of a worker that will never run again."""
 
 
 LOCAL = Store()
@@ -154,9 +154,9 @@ class ObjectStore(Store):
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:
-        """Use `root` as the working copy of one task; it need not exist yet.
+        """Use `root` as the working copy of one worker; it need not exist yet.
 
-        `copies` is the directory with the working copies of all tasks on this machine.
+        `copies` is the directory with the working copies of all workers on this machine.
         """
         self.objects: RunObjects = objects
         self.uri = str(objects.address)
@@ -208,17 +208,17 @@ class ObjectStore(Store):
         self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:
-        """Return the journals on this machine that the last holder of a task has written, oldest first.
+        """Return the journals on this machine that a worker's last process has written, oldest first.
 
-        A journal is never in the store, only in the working copy of its task. `last` is the token of the last
-        holder; by default it is read from the store.
+        A journal is never in the store, only in a working copy. `last` is the token of the last process; by
+        default it is read from the store.
         """
         task = task_directory.name
         journals = sorted((self._copies / task / "tasks" / task).glob("journal-*"))
         if journals and last is None:
             holder = parse_holder(self.objects.look(f"tasks/{task}/{OWNER}")[0])
             last = holder.token if holder else None
-        # The name of a journal ends with its holder's token.
+        # The name of a journal ends with the token of its process.
         return [path for path in journals if path.name.endswith(f"-{last}")]
 
     def bring_all(self, pattern: re.Pattern[str]) -> None:
@@ -306,14 +306,14 @@ class ObjectStore(Store):
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
-        """Delete the objects whose names match, except the locks of tasks."""
+        """Delete the objects whose names match, except the locks of workers."""
         matching = (obj.name for obj in self.objects.below() if names.fullmatch(obj.name))
         self._delete([name for name in matching if not name.endswith(f"/{OWNER}")])
 
     def discard_copy(self, task: str) -> None:
-        """Delete the working copy of a task; ignore errors."""
+        """Delete the working copy of a worker; ignore errors."""
         shutil.rmtree(self._copies / task, ignore_errors=True)
-        with contextlib.suppress(OSError):  # The directory may still have working copies of other tasks.
+        with contextlib.suppress(OSError):  # The directory may still have working copies of other workers.
             self._copies.rmdir()
 
     def _delete(self, names: list[str]) -> None:

@@ -89,13 +89,13 @@ class TaskLock(ABC):
     ) -> None:
         """Prepare the lock; `acquire` then acquires it.
 
-        `place` names the task in messages. `me` is this process as a holder, by default with a new token.
+        `place` names the lock in messages. `me` is this process, by default with a new random token.
         """
         self._place = place
         self._me = me or this_process()
         self._clock, self._sleep = clock, sleep
         self.is_abandoned = False
-        """Whether `release` marks the task as abandoned. The next process then recovers its results."""
+        """Whether `release` records that the work is not done. The next process then recovers its results."""
         self.predecessor: LockHolder | None = None
         """Dead process that held the lock before, until its journals and part files are recovered.
 
@@ -109,7 +109,7 @@ class TaskLock(ABC):
 
     @property
     def token(self) -> str:
-        """Random name of this process as holder of the lock. It is a part of the names of its files."""
+        """Random name of this process, a part of the names of its files."""
         return self._me.token
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
@@ -119,7 +119,7 @@ class TaskLock(ABC):
         if a running process holds the lock, and OSError if nothing can be written.
         """
         # The token is registered before `owner` has our name. Otherwise another thread of this process would
-        # consider this holder dead (`LockHolder.is_dead`).
+        # consider this process dead (`LockHolder.is_dead`).
         HELD_HERE.add(self.token)
         while not self._create():
             if dead_owner is None:
@@ -132,7 +132,7 @@ class TaskLock(ABC):
             dead_owner = None
 
     def abandon(self) -> None:
-        """Make `release` mark the task as abandoned, so that the next process recovers its results."""
+        """Make `release` record that the work is not done, so that the next process recovers its results."""
         self.is_abandoned = True
 
     def forget_predecessor(self) -> None:
@@ -164,7 +164,7 @@ class TaskLock(ABC):
 
     @abstractmethod
     def _monitor(self) -> LivenessMonitor:
-        """Return a monitor that tells whether the lock's holder is running."""
+        """Return a monitor that tells whether the process that holds the lock is running."""
 
     @abstractmethod
     def beat(self) -> None:
@@ -192,7 +192,7 @@ class FileTaskLock(TaskLock):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare the lock of the task in `directory`; `acquire` then acquires it."""
+        """Prepare the lock of the worker with this directory; `acquire` then acquires it."""
         super().__init__(str(directory), me, clock=clock, sleep=sleep)
         self._directory = directory
         self._owner = directory / OWNER
@@ -232,7 +232,7 @@ class FileTaskLock(TaskLock):
         except FileNotFoundError:  # The directory and `owner` were deleted, so there is no lock to release.
             raise
         except OSError:
-            self.release()  # A running process must not be named in `owner` if it does not work on the task.
+            self.release()  # A running process must not be named in `owner` if it does not work on the run.
             raise
 
     def _replace(self, dead_owner: bytes) -> bool:
@@ -279,7 +279,7 @@ class FileTaskLock(TaskLock):
         self._raise_lost(read_bytes(self._owner))
 
     def release(self) -> None:
-        """Delete `owner`, or mark the task as abandoned in it. Ignore errors."""
+        """Delete `owner`, or record in it that the work is not done. Ignore errors."""
         with contextlib.suppress(OSError, TaskLockLostError):
             self.verify()
             if self.is_abandoned:
@@ -407,7 +407,7 @@ class StoreTaskLock(TaskLock):
             self._raise_lost(self._objects.look(self._name)[0])
 
     def release(self) -> None:
-        """Mark the task as abandoned in the object. Ignore errors.
+        """Record in the object `owner` that the work is not done. Ignore errors.
 
         If this process has not recovered the results of the process before it, the object names that process
         again.
@@ -427,7 +427,7 @@ def hold_task(
     directory: Path | None = None,
     dead_owner: bytes | None = None,
 ) -> Iterator[TaskLock]:
-    """Hold the lock of `directory` (by default this task's) during the block, and write heartbeats.
+    """Hold the lock of `directory` (by default this worker's) during the block, and write heartbeats.
 
     `sleep` is called while another machine's process is watched; it may raise an exception to end the wait.
     `dead_owner` is explained in `TaskLock.acquire`. Directories that were created for the lock and are still
@@ -461,7 +461,8 @@ def hold_task(
             # Other directories, such as that of `batchrun tune`, have no results.
             if directory == run_dir.task_directory:
                 with using_run(f"output.path {run_dir.name}"):
-                    # An earlier holder may have published results since the local copy was updated.
+                    # Another process may have published results of this worker since the local copy was
+                    # updated.
                     run_dir.store.bring_results([run_dir.task])
             yield lock
     except TaskLockLostError:

@@ -42,7 +42,7 @@ class TurnStore:
 
     _run_dir: RunDir
     _token: str
-    """Token of the task's lock, a part of the names of the files."""
+    """Random name of this process, a part of the names of the files."""
     _disk: DiskWait
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class TurnStore:
         Raises StorageError if they cannot be read.
         """
         if not lease.turn and self._run_dir.task != MAIN_TASK:
-            # No other worker has held this lease, so there are no answers. Only the main task, whose run is
+            # No other worker has held these rows, so there are no answers. Only the main worker, whose run is
             # not shared, may have answers from an earlier attempt.
             return
         segments = self._run_dir.tasks.glob(f"*/{SEGMENT}*")
@@ -159,8 +159,7 @@ class TurnStore:
             if self._journal is None or self._bytes > SEGMENT_BYTES:
                 self._end_segment()
                 make_directory(self._run_dir.task_directory)
-                # The token in the name distinguishes the file from those of processes that held the task
-                # before.
+                # The token in the name distinguishes the file from those of the worker's earlier processes.
                 path = self._run_dir.task_directory / f"{SEGMENT}{self._next_number:06d}-{self._token}"
                 self._journal = Journal(path)
                 self._bytes = 0

@@ -80,7 +80,7 @@ class ResultWriter:
     In an object store, it must not: journals stay on this machine, so only part files are safe.
     """
     lock: TaskLock
-    """Lock of the task, which the caller holds."""
+    """Lock of this worker, which the caller holds."""
     committed: Callable[[BitMap64], None]
     """Called in a thread after each part file, with its rows. It may block and raise OSError."""
     disk: DiskWait
@@ -116,8 +116,8 @@ class ResultWriter:
         self._bytes += _text_bytes(outcome)
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write_when_due())
-        # Wake the writing task, and wait until it has taken rows out of the buffer. If it has failed, `check`
-        # raises its error.
+        # Wake `_write_when_due`, and wait until it has taken rows out of the buffer. If it has failed,
+        # `check` raises its error.
         while self._is_full():
             self.check()
             self._changed.set()
@@ -246,7 +246,7 @@ class _PendingPart:
     """The rows of the next part file, in memory and in its journal.
 
     Methods block, and may be called again after an OSError. If this process was suspended for a while,
-    another process may have taken over the task. So `append_journal` and `publish` verify the task's lock
+    another process may have taken over its work. So `append_journal` and `publish` verify the worker's lock
     before their writes take effect.
     """
 
