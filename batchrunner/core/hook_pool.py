@@ -32,7 +32,7 @@ class HookPool:
         self.most_processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
         self._threads = ThreadPoolExecutor(self.most_processes, "batchrunner functions")
         self._local = threading.local()
-        """The process of each thread of the pool, as the attribute `process`."""
+        """Each thread of the pool keeps its process here, as the attribute `process`."""
         self._processes: list[HookProcess] = []
         self._lock = threading.Lock()
         self._is_closed = False

@@ -103,9 +103,12 @@ class Timing:
     corpus_load: float = 60.0
     """Timeout of a request that loads a corpus. A corpus of a million tokens takes about 2 s."""
     trial_steady: float = 10.0
-    """Minimum length of the steady period that a trial of `batchrun tune` measures, for many polls."""
+    """Minimum length of the steady period that a trial of `batchrun tune` measures.
+
+    It is long enough for many polls.
+    """
     trial_judged: float = 5.0
-    """Minimum length of a trial's steady period before a slower trial than the best may end early."""
+    """Minimum length of a trial's steady period before the trial may end early as slower than the best."""
 
 
 TIMING = Timing()

@@ -39,7 +39,7 @@ CHECK = "accept.python"
 ROLLOUT = "prompt.rollout"
 """Job field of the Python function that runs a multi-turn rollout for a row."""
 MEDIA = "prompt"
-"""Stands for a job field: this package's own function that prepares images and other files of a row.
+"""Name, in place of a job field, of this package's own function that reads images and other files.
 
 Like a job's Python functions, it runs in a worker process.
 """

@@ -24,7 +24,7 @@ _MAGIC = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x
 _BZ2 = b"BZh"
 """First bytes of a bzip2 file; a digit for the block size follows."""
 _BZ2_BLOCK = b"1AY&SY"
-"""Bytes of a bzip2 file after that digit: the start of the first block."""
+"""First bytes of a block. In a bzip2 file, they follow the digit for the block size."""
 _SKIPPABLE_FRAME = b"*M\x18"
 """Bytes 2 to 4 of a skippable frame. Parallel compressors begin zstd and lz4 files with such a frame."""
 _WORKBOOK = b"[Content_Types].xml"

@@ -150,7 +150,7 @@ class Dataset:
 
         types_in_paths = partition_types([file.partitions for file in self.files])
         self._paths_by_schema: dict[pa.Schema, str] = {}
-        """Distinct schemas of the files, partition columns included, with the path of the first such file."""
+        """Distinct schemas of the files, partition columns included, each with the path of its first file."""
         for file in self.files:
             fields = [*file.schema]
             for name, kind in types_in_paths.items():

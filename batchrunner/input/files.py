@@ -542,7 +542,7 @@ class SourceFile:
             try:
                 self._make_copy(copy)
             except (FileNotFoundError, StorageError):
-                # If another process of the run ended the run, it deleted the directory of copies.
+                # Another process of the run may have ended the run, and deleted the directory of copies.
                 was_deleted = not copy.parent.exists()
                 if tries == COPY_TRIES or not was_deleted:
                     raise

@@ -175,7 +175,7 @@ class _Records:
         self._count = self._failed_count = 0
         self._first_problem = ""
         self._text_causes: dict[str, str] = {}
-        """For each column of lists or structs that became text, a description of the first other value."""
+        """For each column of lists or structs that became text, its first value of another type."""
 
     def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Convert a batch of records to the schema; a record fails if a value does not fit its column."""

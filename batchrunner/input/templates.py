@@ -322,10 +322,7 @@ def _shown(node: nodes.Node) -> str:
 
 @cache
 def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
-    """Return the Jinja environment of templates.
-
-    Filters that make texts raise an error for nulls and bytes.
-    """
+    """Return the Jinja environment. Its text filters, such as `upper`, raise an error for nulls and bytes."""
     environment = _Environment(undefined=jinja2.StrictUndefined, finalize=as_text)
     environment.code_generator_class = code
     filters = environment.filters

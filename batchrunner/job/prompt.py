@@ -77,7 +77,7 @@ class PdfSpec(MediaFiles):
 
     @property
     def columns(self) -> list[str]:
-        """The column in a list, like the field `columns` of other sections for files."""
+        """List with the only column, like the field `columns` of other sections for files."""
         return [self.column]
 
     @property

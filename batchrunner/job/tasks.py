@@ -608,7 +608,7 @@ class VectorLength:
     ) -> list[Completion | RequestError]:
         """Return the results, with an AttemptFailedError in place of each vector of unexpected length.
 
-        The expected length is the most frequent one so far, with the vectors of this call.
+        The expected length is the most frequent one so far, including the vectors of this call.
         """
         task = requests[0].task
         # With `output.dimensions`, `EmbedTask.stored` has already checked the length.

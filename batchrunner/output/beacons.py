@@ -185,14 +185,15 @@ class BeaconWatch:
             for task, sighting in self._sightings.items()
             if self._runs[task] is None
         ]
-        # A verdict that was due already waits for another event, such as a process that takes over the
+        # A past time means that the verdict waits for something else, such as a process that takes over the
         # worker's lock.
         return min((seconds for seconds in times if seconds >= 0), default=math.inf)
 
     def look(self, names: Iterable[str]) -> None:
-        """Judge the workers by their beacons; `names` are all names in a new listing of the directory.
+        """Find out which workers run, by their beacons (files renamed at each heartbeat).
 
-        Raises OSError if the `owner` of a worker cannot be read.
+        `names` are all names in a new listing of the directory. Raises OSError if the `owner` of a worker
+        cannot be read.
         """
         now = time.monotonic()
         # In an object store, a rename creates a new object and then deletes the old one. If the worker is
@@ -223,7 +224,7 @@ class BeaconWatch:
             self._runs[task] = self._judge(task, self._sightings[task])
 
     def look_without_beacons(self, tasks: Iterable[str]) -> None:
-        """Judge workers that hold leases but have no beacon, for example after a power failure.
+        """Find out which workers run that hold leases but have no beacon, for example after a power failure.
 
         Raises OSError if the run's store does not answer.
         """

@@ -191,8 +191,8 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
     """Infer the names and types of result columns from all values that a rollout function returned.
 
     This is needed if the function does not declare its columns by annotations. Objects, such as chat
-    messages, become structs. If values, or a property of the objects, have several types, the column becomes
-    JSON. Texts in such a column have quotes, so a warning is logged.
+    messages, become structs. A column becomes JSON if its values have several types, or if a property of its
+    objects has. Texts in such a column have quotes, so a warning is logged.
     """
     columns: dict[str, ColumnKind] = {}
     columns_with_texts: set[str] = set()

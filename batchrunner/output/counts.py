@@ -94,7 +94,7 @@ class AskedAgain(NamedTuple):
     """The answers to a request whose first answer was rejected."""
 
     asks: int
-    """Number of answers, with the rejected ones."""
+    """Number of answers, including the rejected ones."""
     rejected: tuple[Rejected, ...]
     is_good: bool | None
     """Whether the last answer is good; None if the row ended before that answer came."""

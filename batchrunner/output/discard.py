@@ -77,7 +77,7 @@ def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
 
 @contextlib.contextmanager
 def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
-    """Hold this worker's lock (`hold_task`). If the run is being discarded, that is finished first.
+    """Hold this worker's lock (`hold_task`). An unfinished deletion of the run (`--fresh`) is finished first.
 
     Raises TaskHeldError if another process holds the lock, OutputError or StorageError if nothing can be
     written.

@@ -195,7 +195,7 @@ def in_order(
             buckets.put(table)
     sorted_tables = buckets.take()
     kinds = None
-    # Without declared columns of a rollout function, their types are inferred from the values of all rows.
+    # If a rollout function declares no columns, their types are inferred from the values of all rows.
     if RETURNED in schema.names:
         kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:

@@ -89,8 +89,8 @@ class RunObjects:
     def create(self, name: str, content: bytes) -> str | None:
         """Create an object and return its ETag; None if an object with other content has this name.
 
-        An object with the same content was created by an earlier try of which the reply was lost. Its ETag is
-        returned.
+        If the object exists with the same content, an earlier try has created it and only the reply was lost.
+        Then its ETag is returned.
         """
         with self._request(name):
             try:
@@ -101,8 +101,8 @@ class RunObjects:
     def swap(self, name: str, content: bytes, e_tag: str) -> str | None:
         """Replace an object if it still has this ETag; return its new ETag, or None if it has another one.
 
-        An object that already has the new content was written by an earlier try of which the reply was lost.
-        Its ETag is returned.
+        If the object already has the new content, an earlier try has written it and only the reply was lost.
+        Then its ETag is returned.
         """
         with self._request(name):
             try:

@@ -56,9 +56,9 @@ class RolloutSample(msgspec.Struct, kw_only=True):
     open: int
     """Number of rows whose rollout function has begun and not ended."""
     waiting_for_tools: int
-    """Number of open rows that run their own code, such as a tool, without a request in flight."""
+    """Number of unfinished rows that run their own code, such as a tool, without a request in flight."""
     blocked: int
-    """Number of open rows that cannot continue because another row's function blocks their process."""
+    """Number of unfinished rows that cannot continue because another row's function blocks their process."""
     turns: int
     """Number of answers that the rollouts have received."""
 
@@ -80,9 +80,9 @@ class RunSample(msgspec.Struct, kw_only=True):
     """State of a run: its rows, its rates per second, and the load of its engine."""
 
     rows_total: int
-    """Number of rows of the run, with those that earlier attempts finished; 0 if unknown."""
+    """Number of rows of the run, including those that earlier attempts finished; 0 if unknown."""
     rows_done: int
-    """Number of finished rows, with those of earlier attempts."""
+    """Number of finished rows, including those of earlier attempts."""
     rows_failed: int
     """Number of finished rows that ended with an error."""
     rows_reused: int
@@ -101,7 +101,7 @@ class RunSample(msgspec.Struct, kw_only=True):
     cached_tokens: int
     """Prompt tokens in this attempt that came from the prefix cache."""
     tokens: int = 0
-    """Prompt and output tokens of all finished rows, with those of earlier attempts."""
+    """Prompt and output tokens of all finished rows, including those of earlier attempts."""
     window: int
     """Maximum number of requests in flight, over all replicas."""
     in_flight: int

@@ -194,7 +194,7 @@ class ResultWriter:
         is_full = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
         part_is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
         last_part_is_late = self._publishing is not None and not self._publishing.done()
-        # Rows of a part file that is written at once need no journal. It may be late if the previous one is
+        # If the part file is written at once, its rows need no journal. It may be late if the previous one is
         # not written yet, or in an object store, which may be unavailable.
         in_store = self.run_dir.store.objects is not None
         part_comes_at_once = part_is_due and not last_part_is_late and not in_store

@@ -343,7 +343,7 @@ def _conversation(
                 f"but the row has {len(kind_files)} {kind.field}"
             )
         if not kind_files or empty_parts[name]:
-            # Nothing to place, or the files replace empty parts.
+            # There are no files of this kind, or they replace the empty parts.
             continue
         marks_in_texts = sum(text.count(kind.mark) for text in user_texts)
         if marks_in_texts == len(kind_files):

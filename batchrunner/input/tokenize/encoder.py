@@ -183,7 +183,7 @@ class Encoder:
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
-        # Only this text is shortened, by as many tokens as the whole prompt has too many.
+        # This text loses as many tokens as the whole prompt has too many.
         keep = len(offsets) - (length - limit)
         while keep > 0:
             shorter_text = truncate_text(text, offsets, keep, truncation)
