@@ -255,8 +255,7 @@ class SGLangServer:
 
     def _heal(self) -> bool:
         """Choose arguments for the next start by the cause of the last death; tell whether that worked."""
-        # The server died with flags on trial. They are the most likely cause, so go back to the previous
-        # flags.
+        # If the server died with flags on trial, they are the likely cause: go back to the previous ones.
         if self._previous is not None:
             self._change(self._previous, self._failure_message("died with the new flags"))
             self._previous = None
@@ -429,8 +428,7 @@ class SGLangServer:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                # The run is ending, so a planned restart would not pay off. The server keeps its present
-                # flags.
+                # If the run is ending, a planned restart does not pay off: the server keeps its flags.
                 if self._is_stopping:
                     self.up = True
                     continue
