@@ -21,10 +21,10 @@ class Engine(Protocol):
         """Make the engine ready for requests, and describe it; raises EngineStartError with a hint."""
 
     async def generate(self, request: Request, route: str) -> Completion:
-        """Send a request once, on one of the routes of `EngineInfo`, and return the complete answer.
+        """Send a request once, to the replica or gateway behind `route`, and return the complete answer.
 
-        Raises RowRefusedError, AttemptFailedError or EngineBusyError, and EngineLostError if no server
-        remains.
+        The routes are in `EngineInfo`. Raises RowRefusedError, AttemptFailedError or EngineBusyError, and
+        EngineLostError if no server remains.
         """
 
     async def generate_many(

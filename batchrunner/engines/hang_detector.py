@@ -19,11 +19,11 @@ from typing import NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 
 TIMES_LONGEST = 5.0
-"""A time without progress is a hang only if it is this many times as long as the longest earlier one that
+"""Factor: a time without progress is a hang only if it exceeds this multiple of the longest earlier one that
 ended by itself."""
 WARM_UP = 5.0
-"""Multiple of `limits.hang` for which a new server warms up (300 s by default, like SGLang's watchdog). Until
-then, a silence is a hang only if it is longer than this."""
+"""A new server warms up until it has worked for this multiple of `limits.hang` (300 s by default, like
+SGLang's watchdog). Until then, only a longer time without progress is a hang."""
 LONGEST_GAP_S = 5.0
 """Maximum seconds between two polls that count as silence. Nobody knows what the server did in a longer
 gap."""
@@ -35,7 +35,7 @@ class Hang(NamedTuple):
     silent_s: float
     """Seconds without progress."""
     why: str
-    """Clause that follows the server's name in messages."""
+    """Reason, in words that follow the server's name in a message."""
 
 
 class SilenceTimer:

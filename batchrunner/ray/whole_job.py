@@ -362,7 +362,6 @@ class Workers:
 
 
 def _is_ready(reference: Any) -> bool:
-    """Tell whether the result of a Ray reference is available now."""
     return bool(ray.wait([reference], timeout=0)[0])
 
 

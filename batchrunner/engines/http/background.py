@@ -32,7 +32,6 @@ class BackgroundServers(AttachedServers):
     """Servers whose users go before the run: its rows can be preempted (see `Engine.preempt`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take the arguments of AttachedServers."""
         super().__init__(*args, **options)
         self._preempted: dict[asyncio.Task[Any], int] = {}
         """Output tokens of the rows that are being preempted, by the asyncio task that waits for each row."""

@@ -204,7 +204,7 @@ class HttpEngine(Engine):
         )
 
     def _add_endpoints(self, descriptions: Sequence[ServerDescription], urls: Sequence[str]) -> None:
-        """Create an endpoint for each server, in this order: servers that answer, then the others.
+        """Create an endpoint for each server, first for the servers that answer.
 
         `tokens_of` asks the first server.
         """
@@ -217,7 +217,7 @@ class HttpEngine(Engine):
     async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
         """Find out whether servers report their load, and return the loads.
 
-        If any server that answers reports no load, return none, because the limits of all replicas are
+        The loads are empty if any server that answers reports none, because the limits of all replicas are
         needed.
         """
         # The reply of the first replica decides for all of them whether `/v1/loads` exists. None means that
@@ -254,7 +254,6 @@ class HttpEngine(Engine):
         return Endpoint(url, HangDetector(self._limits.hang))
 
     def _watch_model(self, endpoint: Endpoint) -> None:
-        """Let the guard compare a server's model with the run's."""
         assert self._server_questions is not None
         ask_model = functools.partial(self._server_questions.model, endpoint.url, self.guard.model)
         self.guard.watch(endpoint, ask_model)
@@ -430,7 +429,6 @@ class HttpEngine(Engine):
         endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
 
     def _reopen(self, endpoint: Endpoint) -> None:
-        """Send rows to a paused server again."""
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
         endpoint.resume()
@@ -679,7 +677,7 @@ class HttpEngine(Engine):
         *,
         rids: tuple[str, ...] = (),
     ) -> Answer:
-        """Send a body, and return the answer as `read` reads it; raises the error of the body's rows.
+        """Send a body, and return what `read` returns for its answer; raises the error of the body's rows.
 
         `read` returns None if it has processed the events of an answer. A request without an answer is
         aborted before its error is raised, because its rows may be sent again. `rids` are the ids by which
@@ -737,7 +735,7 @@ class HttpEngine(Engine):
         body: bytes,
         read: Callable[[PostedAnswer], Awaitable[Answer]],
     ) -> tuple[int, Answer]:
-        """Send a body; return the status of the answer, and the answer as `read` reads it."""
+        """Send a body; return the status of the answer, and what `read` returns for it."""
         sender = endpoint.senders.get(path)
         if sender is None:
             sender = endpoint.senders[path] = self._new_sender(endpoint, path)
@@ -843,7 +841,7 @@ class BundleAnswer:
     """Error event for the whole bundle, converted to an answer; None if there was none."""
 
     async def read(self, answer: PostedAnswer) -> replies.WholeAnswer | None:
-        """Process the events of an answer until the answer ends, or briefly after all rows have ended.
+        """Process the events of an answer until its end, or until shortly after all rows have ended.
 
         Return an answer that is not an event stream, or a refusal of all rows; otherwise None.
         """

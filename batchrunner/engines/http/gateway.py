@@ -305,7 +305,6 @@ class ThroughGateway(HttpEngine):
         self._model_id = ""
         """Model name by which the gateway finds the workers."""
         self._workers = WorkerStates()
-        """State of each worker: its load, its model and its routing key."""
         self._has_keys = False
         """Whether the gateway routes by keys."""
         self._key_numbers = itertools.count()
@@ -394,8 +393,8 @@ class ThroughGateway(HttpEngine):
     async def _describe(self, workers: Sequence[GatewayWorker]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the description of the workers' model, and the server arguments.
 
-        If all workers speak HTTP, the gateway asks one of them for both. Of gRPC workers, only the labels in
-        the list of workers are known, which have some of the fields.
+        If all workers speak HTTP, the gateway asks one of them for both. gRPC workers are described only by
+        their labels in the gateway's list, which have some of the fields.
         """
         assert self._question_session is not None
         status = ServerStatus(self._question_session, self.url)
@@ -544,7 +543,6 @@ class ThroughGateway(HttpEngine):
         )
 
     def _in_flight_at(self, worker: GatewayWorker) -> int:
-        """Estimate how many rows are in flight at a worker."""
         endpoint = self.endpoints.get(worker.url)
         if endpoint is not None:
             # The worker is a route, so our own requests at it are known.

@@ -45,8 +45,6 @@ _LEAVING = "draining"
 
 
 class _Memory(msgspec.Struct):
-    """Memory of a scheduler."""
-
     weight_gb: float | None = None
 
 
@@ -239,8 +237,8 @@ class LoadEstimate:
     def now(self, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
         """Return the load at the time `now`, in seconds of the monotonic clock, with `in_flight` requests.
 
-        Before the first report with requests, `taken_at` is 0. The control of the concurrency ignores such
-        loads.
+        Before the first report with requests, `taken_at` is 0, so that the load does not change the
+        concurrency limit.
         """
         limit = self._report.max_running_requests
         requests = in_flight + self._from_others

@@ -17,7 +17,6 @@ class Proxy(NamedTuple):
     address: URL
     """URL of the proxy, without user and password."""
     auth: aiohttp.BasicAuth | None
-    """User and password for the proxy."""
 
     @property
     def options(self) -> dict[str, Any]:

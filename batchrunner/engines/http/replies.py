@@ -342,7 +342,6 @@ class Answer(msgspec.Struct):
     reasoning: str | None = None
     """Reasoning that the server has separated from the text."""
     calls: list[ToolCall] | None = None
-    """Tool calls of the output."""
 
 
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:

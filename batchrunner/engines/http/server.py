@@ -150,7 +150,6 @@ class Endpoint:
         self._update_closed()
 
     def _update_closed(self) -> None:
-        """Set `closed` from `is_listed` and `hang_pause`."""
         if not self.is_listed:
             self.closed = f"the gateway sends no rows to {self.url} now"
         else:

@@ -124,8 +124,8 @@ class ServerStatus:
 
 
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
-"""Number of requests at one scheduler. Values above the maximum make a reply invalid; it is far more than a
-server could ever have."""
+"""Number of requests at one scheduler. A reply with a larger number is invalid, because no server could have
+so many."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """A number of tokens in the reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
@@ -385,7 +385,8 @@ _CHAT_ARGUMENTS = (
     "preferred_sampling_params",
 )
 """Server arguments that change the token ids or the answer of a chat. If none of them is set, `/generate`
-answers token ids exactly as the chat endpoint answers their messages (serving_chat.py of SGLang 0.5.23)."""
+answers the token ids of a chat just as the chat endpoint answers its messages (serving_chat.py of SGLang
+0.5.23)."""
 OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Model types whose chats SGLang treats specially, by special tokens in the answer or rules for the
 messages."""

@@ -74,7 +74,7 @@ class LaunchedFleet(HttpEngine):
         self._replicas: dict[str, SGLangServer] = {}
         """The servers by their URLs, which are also the names of the routes."""
         self._healer: Healer | None = None
-        """Chooses safer arguments after a death; None without recovery."""
+        """Chooses safer arguments after the death of a server; None without recovery."""
         self._shape = shape
         """Digest of the job, by which tuned flags are stored for similar jobs; None if flags are not
         tuned."""

@@ -358,7 +358,7 @@ def _count(pattern: re.Pattern[str], line: str) -> int:
 
 
 def _ready(line: str) -> ServerReady:
-    """Parse the line with its limits that a scheduler logs before it takes requests."""
+    """Parse the line with a scheduler's limits, which is logged before the scheduler takes requests."""
     limits: dict[str, Any] = {name: int(value) for name, value in _READY.findall(line)}
     free_gb = {device: float(gb) for device, gb in _FREE_GB.findall(line)}
     return ServerReady(**limits, gpu_gb=free_gb.get("gpu"), cpu_gb=free_gb.get("cpu"))

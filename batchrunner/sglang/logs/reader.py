@@ -206,7 +206,6 @@ class Facts:
         return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
 
     def _class_has(self, pattern: re.Pattern[str]) -> bool:
-        """Tell whether the name of the model's class matches a pattern."""
         return pattern.search(self.model or "") is not None
 
     @property
