@@ -27,8 +27,8 @@ from batchrunner.sglang.model_files import model_identity, read_config, takes_me
 
 log = logging.getLogger(__name__)
 UNLIMITED_THINKING = 1 << 20
-"""Budget of thinking tokens that a server sets for all rows, if a column of the input has the budgets of the
-rows. It is too large to have an effect of its own."""
+"""Budget of thinking tokens that a server applies to all rows, if a column of the input has a budget for each
+row. It is too large to have an effect of its own."""
 
 
 async def make_engine(
@@ -113,7 +113,7 @@ def _direct_servers(
 async def _reason_for_gateway(spec: GatewayEngine, headers: Mapping[str, str]) -> str | None:
     """Return why rows must go through the gateway; None if they go to its workers directly.
 
-    `headers` has the API key. The headers of the job's own `engine.headers` are sent too.
+    `headers` has the API key. The job's own `engine.headers` are sent too.
     """
     if spec.route == "workers":
         return None

@@ -152,7 +152,7 @@ class BlockOutlet:
             block.done.set_running_or_notify_cancel()
             self._rows += rows
             if self._is_closed:
-                # The stream has ended, so no outcomes follow.
+                # The stream has ended, so no results follow.
                 block.done.set_result(None)
             else:
                 self._blocks.append(block)

@@ -59,7 +59,7 @@ class SharedPath:
     """
 
     directory: str | None
-    """Start of relative paths; None if Ray gives each worker a copy of the directory."""
+    """Directory from which relative paths start; None if Ray gives each worker a copy of it."""
     mark: str | None
     """Path of the mark file; None if the results are in an object store."""
 

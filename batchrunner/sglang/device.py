@@ -58,7 +58,7 @@ def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
         if "-1" in names:
-            # CUDA ignores all GPUs after the first invalid one.
+            # CUDA ignores everything from the first invalid name on.
             names = names[: names.index("-1")]
         return names
     # CUDA numbers the GPUs of a process from 0, regardless of the numbers of the device files.

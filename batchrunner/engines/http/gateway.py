@@ -2,9 +2,9 @@
 
 A gateway sends all requests with the same routing key to one worker if its policy is `consistent_hashing` or
 `manual`, or if it has `--routing-key-override`. With such a gateway each worker is a route, and the rows of
-the route have a key that leads to the worker. So windows, prefix groups and retries work as for a server that
-is reached directly. Any other gateway is a single route with several schedulers, and the gateway chooses the
-worker of each request.
+the route have a key that leads to the worker. So concurrency limits, prefix groups and retries work as for a
+server that is reached directly. Any other gateway is a single route with several schedulers, and the gateway
+chooses the worker of each request.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class ThroughGateway(HttpEngine):
         self._has_keys = False
         """Whether the gateway routes by keys."""
         self._key_numbers = itertools.count()
-        """Numbers of the routing keys that are tried."""
+        """Counter from which the routing keys to try are made."""
         self._in_use: frozenset[str] = frozenset()
         """URLs of the workers to which the gateway sends requests now."""
         self._key_search: asyncio.Task[None] | None = None

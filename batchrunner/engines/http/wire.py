@@ -419,8 +419,8 @@ class PostSender:
         self._connector = session.connector
         self._url = url
         self._headers = headers
-        # `_request` is never sent. From it, the connector reads the address to connect to, and this class the
-        # headers that aiohttp adds.
+        # `_request` is never sent. It tells the connector where to connect, and has the headers that aiohttp
+        # adds.
         self._request = aiohttp.ClientRequest(
             "POST", url, headers={**session.headers, "Content-Type": JSON, **headers}
         )

@@ -55,8 +55,8 @@ NO_GPU = re.compile(
 )
 """Messages of SGLang and torch on a machine without a usable GPU."""
 MOST_QUICK_DEATHS = 8
-"""Number of quick deaths in a row after which a server is still restarted. A row that kills the server fails
-after four deaths, so two such rows, one after the other, do not end the run."""
+"""Maximum number of quick deaths in a row; after one more, the server is not restarted. A row that kills the
+server fails after four deaths, so two such rows, one after the other, do not end the run."""
 VERDICT_S = 30.0
 """Maximum seconds to wait for the cause of a death. The launcher may need 20 s to kill all processes."""
 
@@ -114,7 +114,7 @@ class SGLangServer:
         self._set_by_job = {**spec.args, **spec.env}
         # Chooses safer arguments after a death; None without recovery.
         self._healer = healer
-        # Flags that were learned for such jobs; None if flags are not tuned.
+        # Flags that earlier runs of similar jobs have learned; None if flags are not tuned.
         self._memory = memory
         self.adapted = dict(memory.args) if memory else {}
         """Tuned flags and variables, which are added to the flags of the job."""
@@ -254,7 +254,10 @@ class SGLangServer:
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
-        """Choose arguments for the next start by the cause of the last death; tell whether that worked."""
+        """Choose arguments for the next start by the cause of the last death.
+
+        Return False if no other arguments may help.
+        """
         # If the server died with flags on trial, they are the likely cause: go back to the previous ones.
         if self._previous is not None:
             self._change(self._previous, self._failure_message("died with the new flags"))

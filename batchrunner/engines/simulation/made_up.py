@@ -24,7 +24,7 @@ MOST_TURNS_WITH_CALLS = 2
 """Maximum number of turns with tool calls after a message of the user. Then the chat is answered in words."""
 _WORD = "simulated"
 _MOST_MORE = 4
-"""Maximum number of repetitions beyond the minimum in a regular expression, such as 3 in `a{3,}`."""
+"""Maximum number of repetitions beyond the minimum that a regular expression demands (3 in `a{3,}`)."""
 _TRIES = 20
 """Maximum number of texts that are tried for a regular expression with anchors or lookarounds, which only a
 test of the complete text can check."""
@@ -173,7 +173,7 @@ class _RegexWriter:
         return text
 
     def _character(self, kind: Any, value: Any) -> str:
-        """Return a character that matches a node for one character."""
+        """Return one character that matches a node, such as a character class."""
         if kind == kinds.LITERAL:
             return chr(value)
         choices = value if kind == kinds.IN else [(kind, value)]
@@ -192,14 +192,13 @@ class _RegexWriter:
 
 
 def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
-    """Tell whether a character class contains a character, as if the class were not negated."""
+    """Tell whether a character is in a character class; a negation of the class is ignored."""
     for kind, value in choices:
         match kind:
             case kinds.LITERAL | kinds.NOT_LITERAL:
                 is_match = ord(character) == value
             case kinds.ANY:
-                # The class of a dot is the negated class of the line end, so the line end is what matches
-                # here.
+                # A dot matches all characters but the line end. So it is the class of the line end, negated.
                 is_match = character == "\n"
             case kinds.RANGE:
                 is_match = value[0] <= ord(character) <= value[1]
@@ -243,7 +242,7 @@ def tool_call(request: Request, number: int) -> dict[str, Any] | None:
 
 
 def _turns_since_the_user(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the messages after the user's last message; all messages if there is none of the user."""
+    """Return the messages after the user's last message; all messages if the user has sent none."""
     for end in range(len(messages), 0, -1):
         if messages[end - 1].get("role") == "user":
             return messages[end:]

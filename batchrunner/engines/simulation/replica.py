@@ -212,7 +212,7 @@ class Replica:
             return False
         self._free_at_s += self._cost.step_s(step)
         self._ended = [EndedRequest(self._free_at_s, sample) for sample in step.finished]
-        # A prefill pass publishes a load sample, and so do INTERVAL_STEPS decode passes.
+        # A load sample is published after each prefill pass, and after every INTERVAL_STEPS decode passes.
         passes = 0 if step.kind == "prefill" else self._unpublished_steps + step.steps
         self._unpublished_steps = passes % INTERVAL_STEPS
         # A step that only aborts requests has no passes, and publishes nothing.

@@ -129,7 +129,8 @@ class SimulatedRequest:
     target_tokens: int = 0
     """Number of output tokens with which the request ends."""
     path: tuple[tuple[Hashable, int], ...] = ()
-    """Context of the request in the prefix cache: the shared prefix, and an endless segment of its own."""
+    """Context of the request in the prefix cache: the shared prefix, and an endless segment that only this
+    request has."""
     node: CacheNode | None = None
     """Cache node that the request has locked; None while the request waits in the queue."""
     protected_tokens: int = 0

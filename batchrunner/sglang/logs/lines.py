@@ -146,9 +146,9 @@ class Arguments(NamedTuple):
 SGLangRecord: TypeAlias = (
     LoggedBatch | Retraction | RunningCapped | PoolAllocated | ServerReady | WeightsLoaded | Arguments
 )
-"""A record of a line that only SGLang writes."""
+"""Records of lines that only SGLang writes."""
 Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
-"""A record of any line. Other programs write similar errors and progress lines."""
+"""Records of all lines. Those that are not in SGLangRecord may also come from other programs."""
 
 
 class Origin(NamedTuple):
@@ -265,7 +265,7 @@ _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "Mamba Cache", "KV Cache",
     "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
-"""Each line that `_rare` reads has at least one of these words. So most other lines are skipped quickly."""
+"""A line is passed to `_rare` only if it has one of these words, so most lines are skipped quickly."""
 
 
 def record_in(line: str) -> Record | None:
@@ -279,7 +279,7 @@ def _record(line: str) -> Record | None:
     """Parse a log line into a record. `record_in` rejects lines that only quote a request."""
     # A regular expression is tried only if a fixed word is in the line, because that test is fast.
     if _ACCESS in line:
-        # In a large log, nine of ten lines are such lines of uvicorn.
+        # uvicorn logs a line for each request: nine of ten lines in a large log.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
@@ -414,7 +414,7 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
 def _quantised(line: str) -> str | None:
     """Return the checkpoint's quantisation in a line, such as `fp8` for `quant=fp8`; empty if it has none.
 
-    Lines of older releases have `dtype=` and name no quantisation: return None.
+    Return None for a line of an older release, which has `dtype=` and names no quantisation.
     """
     match = _QUANTISED.search(line)
     if match:

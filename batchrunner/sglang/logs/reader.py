@@ -141,12 +141,12 @@ class Facts:
 
     @property
     def in_16_bits(self) -> bool:
-        """Whether the weights are certainly unquantised."""
+        """Whether the weights are known to be unquantised."""
         return self.quantised == "" and not self.arguments.get("quantization")
 
     @property
     def kv_in_16_bits(self) -> bool:
-        """Whether the KV pool certainly holds 16-bit numbers."""
+        """Whether the KV pool is known to hold 16-bit numbers."""
         return bool(self.arguments) and self.arguments.get("kv_cache_dtype") in _KV_OF_16_BITS
 
     @property
@@ -343,7 +343,7 @@ class LogReader:
             case RunningCapped() | PoolAllocated():
                 self._pool(record)
             case ServerReady():
-                # Whether memory limits the running requests is in an earlier line of this start.
+                # An earlier line of this start has told whether memory limits the running requests.
                 self.facts.ready = record._replace(memory_caps_running=self._memory_caps_running)
                 self._phase = "general"
             case WeightsLoaded():

@@ -105,9 +105,8 @@ def sample_of_load(
 MOST_SAMPLES = 16_384
 """Maximum number of samples that are kept for a scheduler. Older ones are dropped."""
 PAUSE_S = 30.0
-"""Two samples that are further apart than these seconds have a pause between them, in which the scheduler
-had no work. If the time falls by more than this, the lines are from an older log, and that counts as a
-pause too."""
+"""Minimum seconds between two samples that count as a pause, in which the scheduler had no work. If the time
+falls by more than this, an older log follows, which counts as a pause too."""
 
 
 @dataclass(slots=True)
