@@ -67,7 +67,7 @@ def stream(
 
     Leaving the loop, closing the generator or cancelling the task cancels the requests in flight. It also
     closes the engine, unless the engine comes from `open_engine`. Raises BatchrunError. If the iterator
-    `rows` raises an exception, the results of the rows before it are yielded first.
+    `rows` raises an exception, the results of the rows before it come first, then the exception.
     """
     open_engine, spec = engine_of(engine)
     if open_engine is not None:

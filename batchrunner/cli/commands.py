@@ -74,7 +74,7 @@ def _all_overrides(overrides: list[str] | None, limit: int | None, *, background
 
 @contextlib.contextmanager
 def reporting_failures(*, quiet: bool) -> Iterator[None]:
-    """Print the report if a run fails in the block: it has the number of finished rows, the error has not."""
+    """If a run fails in the block, print its report, because the error lacks the number of finished rows."""
     try:
         yield
     except BatchrunError as error:

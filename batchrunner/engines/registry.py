@@ -43,9 +43,9 @@ async def make_engine(
 
     Launched servers log to `log_dir`, and load the model for `task`. Servers that already run must serve such
     a model. `shape` is a digest of the job: with it, the flags of launched servers are tuned during the run,
-    and remembered for later jobs with the same digest. A gateway is asked for its workers, because rows go
-    through it only if the workers cannot be reached. Raises EngineStartError if the engine cannot be used for
-    the job.
+    and remembered for later jobs with the same digest. A gateway is asked for its workers, because their
+    addresses decide whether rows go through the gateway. Raises EngineStartError if the engine cannot be used
+    for the job.
     """
     spec = for_task(spec, task)
     match spec:

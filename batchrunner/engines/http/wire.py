@@ -41,8 +41,8 @@ RID_FIELDS = {
     COMPLETIONS_PATH: "rid",
     RESPONSES_PATH: "request_id",
 }
-"""Request fields for the id by which SGLang can abort a request, by the path of each endpoint that generates
-text. Requests to other endpoints take one forward pass, which cannot be aborted."""
+"""Name of the request field with the id by which SGLang can abort the request, for each endpoint that
+generates text. Requests to other endpoints take one forward pass, which cannot be aborted."""
 ANY_MODEL = "default"
 """Model name that SGLang accepts for the model it serves, whatever that model is called."""
 
@@ -100,7 +100,7 @@ def body_of(request: Request) -> dict[str, Any]:
 
 
 def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """Return a body as JSON; raises RowRefusedError for a value that cannot be written as JSON."""
+    """Return a body as JSON; raises RowRefusedError for a value that neither JSON nor `default` can write."""
     try:
         return orjson.dumps(body, default=default)
     except TypeError as failure:
@@ -262,7 +262,7 @@ would cost too much."""
 UNLIMITED_TOKENS = 16_384
 """Assumed `max_new_tokens` of a row that sets none."""
 _GRAMMARS = ("regex", "ebnf", "structural_tag")
-"""Sampling parameters that constrain the output by a grammar, except `json_schema`."""
+"""Sampling parameters with a grammar for the output, other than `json_schema`."""
 
 
 def tokens_between_events(request: Request) -> int | None:
@@ -299,7 +299,7 @@ def watched_body(request: Request) -> dict[str, Any]:
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the body that sends several prompts of token ids to `/generate`, with a streamed answer."""
+    """Return the body of one streamed `/generate` request for several prompts of token ids."""
     samplings = [_streamed(request, request.sampling) for request in requests]
     are_equal = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {

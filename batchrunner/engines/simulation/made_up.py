@@ -55,7 +55,7 @@ def json_of_schema(schema: Any, number: int) -> str:
 def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
     """Return a value that follows `schema`, which is a part of the schema `root`.
 
-    A `$ref` in `schema` names another part of `root`. Return None below a depth of MOST_DEPTH.
+    A `$ref` in `schema` names another part of `root`. Return None if `depth` exceeds MOST_DEPTH.
     """
     if not isinstance(schema, dict) or depth > MOST_DEPTH:
         return None

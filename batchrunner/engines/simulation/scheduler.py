@@ -100,7 +100,7 @@ class SchedulerConfig:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request (one of its `n` outputs), and its state in the scheduler. It can be submitted only once."""
+    """A simulated request and its state in the scheduler. It can be submitted only once."""
 
     prompt_tokens: int
     output_tokens: int
@@ -280,8 +280,8 @@ class Scheduler:
         self.cached_tokens = 0
         """Number of prompt tokens of all admitted requests that hit the prefix cache."""
         self.context_tokens = 0
-        """Number of context tokens of all running requests, without the next decode pass. A shared prefix
-        counts once for each of its requests."""
+        """Number of context tokens of all running requests, without the token that each gets in the next
+        decode pass. A shared prefix counts once for each of its requests."""
         self.pool = KvPool(config.max_total_tokens, caching=config.radix_cache)
         self.waiting: deque[SimulatedRequest] = deque()
         """Queue of requests; the first is admitted next."""
