@@ -23,8 +23,8 @@ def start(
     command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes
 ) -> subprocess.Popen[bytes]:
     """Start the command as the rank with this number, and write `first_line` to its standard input."""
-    # The command reads its rank from SLURM_PROCID, which `srun` would set. The pipe is unbuffered, so the command
-    # gets `first_line` at once. The pipe stays open, because its end would end the command.
+    # The command reads its rank from SLURM_PROCID, which `srun` would set. The pipe is unbuffered, so the
+    # command gets `first_line` at once. The pipe stays open, because its end would end the command.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**environ, "SLURM_PROCID": str(rank)}, bufsize=0
     )
