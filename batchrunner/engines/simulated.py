@@ -173,7 +173,7 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
 
 
 def _output_without_thinking(request: Request, number: int, most_tokens: int) -> _Output:
-    """Make up a text that follows the request's grammar, a tool call, or words."""
+    """Make up an output: a text that follows the request's grammar, a tool call, or random words."""
     sampling = request.sampling
     most_characters = most_tokens * BYTES_PER_TOKEN
     # If the text has one character more than allowed, it must be truncated.
