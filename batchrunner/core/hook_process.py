@@ -159,7 +159,6 @@ class HookProcess:
 
 
 def _log_lines(output: IO[str]) -> None:
-    """Log each line that a worker process prints."""
     with output:
         while line := output.readline(_LONGEST_LINE):
             if text := line.rstrip():

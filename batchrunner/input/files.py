@@ -152,7 +152,6 @@ def names_run(path: str, storage: StorageSpec) -> bool:
 
 
 def _inaccessible(name: str, failure: Exception) -> BatchrunError:
-    """Return the error for a path that cannot be looked up."""
     reason = getattr(failure, "strerror", None) or first_line(failure)
     return or_away(InputError(f"{name}: {reason}"), failure)
 

@@ -34,7 +34,6 @@ class Annotations(NamedTuple):
     columns: Columns = ()
     """Columns that the function returns, with their types; empty if they are not declared."""
     may_be_none: bool = False
-    """Whether the function may return None."""
     reads: tuple[str, ...] | None = None
     """Columns of the row that is the function's first argument; None if they are not declared."""
 

@@ -110,7 +110,6 @@ def done_by_all(run_dir: RunDir) -> DoneRows:
 
 
 def _read_part(path: Path) -> DoneRows:
-    """Return the done rows of a part file."""
     done = DoneRows()
     # The file may have been deleted or moved since the listing. Then it counts as empty.
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:

@@ -28,7 +28,6 @@ _LOSSY = {"JPEG", "MPO", "WEBP", "AVIF", "JPEG2000"}
 _PLAIN_MODES = {"RGB", "L"}
 """Pillow's modes of colour images and of 8-bit grey images."""
 _ORIENTATION = 0x0112
-"""EXIF tag for the orientation of a photo."""
 _WHITE = (255, 255, 255)
 _POINTS_PER_INCH = 72
 """Unit of the size of a PDF page."""
