@@ -50,10 +50,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ACCEPTED_S = 1.0
-"""A request that has been in flight for this many seconds counts as accepted by the engine."""
+"""Only a request that has been in flight for this many seconds counts as accepted by the engine."""
 ACCEPTED_RATIO = 2.0
-"""A request also counts as accepted only if it has been in flight for this many times the time of a refusal.
-"""
+"""The engine must also have had the request for this many times as long as its last refusal took."""
 MOST_CONTRADICTED = 3
 """A server gets no rows for a while (is suspended) after it failed this many rows that other servers then
 answered."""
