@@ -477,7 +477,7 @@ class OutputLengths:
     """Mean number of output tokens for each prompt template (the beginning that many prompts share)."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[int, int]] = {}  # by template: number of rows, and sum of their output tokens
+        self._sums: dict[int, tuple[int, int]] = {}  # by template: rows, output tokens
 
     def record(self, row: OrderedRow, tokens: int) -> None:
         """Record how many output tokens an answered row has."""
@@ -735,7 +735,10 @@ class Reorderer:
                 group.to_come += rows
 
     def _without_duplicates(self, window: list[OrderedRow]) -> list[OrderedRow]:
-        """Return the rows without duplicates; each is attached to the first row with the same request."""
+        """Return the rows without duplicates.
+
+        A duplicate is attached to the first row with the same request, whose answer it gets.
+        """
         by_digest: dict[bytes, OrderedRow] = {}  # the first row with each request
         originals = []
         for row in window:
