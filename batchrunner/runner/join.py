@@ -142,8 +142,7 @@ class LeasedRows(TaskRows):
             return None
 
     def committed(self, rows: BitMap64) -> None:
-        """End the leases whose rows are all stored now; `rows` are those of a new part file (results in
-        Parquet)."""
+        """End the leases whose rows are all stored now; `rows` are those of a new file of results."""
         super().committed(rows)
         with self._lock:
             for number, (lease, uncommitted) in list(self._uncommitted.items()):

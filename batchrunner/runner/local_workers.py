@@ -78,6 +78,7 @@ def run_in_processes(
 
 class LocalWorkers:
     """Starts and watches the worker processes of a run."""
+
     def __init__(self, job: str, overrides: Sequence[str], control: Control) -> None:
         options = [word for override in overrides for word in ("--set", override)]
         self._command = [sys.executable, "-m", "batchrunner", job, "--join", "--json", "--quiet", *options]

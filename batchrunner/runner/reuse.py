@@ -123,8 +123,7 @@ class Reuse:
         return None
 
     def _difference(self, model: str | None, weights: str | None) -> str | None:
-        """Describe the first setting that differs so that the answers cannot be used; None if there is none.
-        """
+        """Describe the first setting that differs, so that the answers cannot be used; None if none does."""
         prepared, old = self._prepared, self._facts["fingerprint"]
         new = prepared.fingerprint(model or old["model"])
         # With "longer", the other run may have longer answers than this job allows. Other values of

@@ -440,8 +440,7 @@ class Run:
         return adaptation_of(self.engine.engine, self.prepared.run_dir, ends_at)
 
     def _corpora(self, load_control: LoadControl) -> CorpusFeeder | None:
-        """Return what gives the servers earlier answers for n-gram speculation; None if no server may get
-        any.
+        """Return what gives servers earlier answers for n-gram speculation; None if no server may get any.
 
         Such a corpus takes memory and time of a server, so background runs load none. Another run on the same
         engine may already load its own.

@@ -1,5 +1,4 @@
-"""Trials of `batchrun tune`: a server with certain flags answers a sample of rows until its speed is known.
-"""
+"""Trials of `batchrun tune`: a server with some flags answers a sample of rows until its speed is clear."""
 
 import shutil
 import time
