@@ -144,7 +144,7 @@ class OrderedRow(PendingRow, eq=False):
     sent_clock: float = 0.0
     """Total of `new_tokens` over all rows sent so far, including this one. It serves as a clock."""
     used_clock: float = 0.0
-    """Value of the `sent_clock` of the row or of that follower of it that was sent last."""
+    """Prefill tokens sent in all when this row, or one of its followers, was last sent."""
     longest_output: float = 0.0
     """The largest expected number of output tokens among the row and its followers; 0 if the order ignores
     lengths."""

@@ -46,7 +46,9 @@ class Check:
     """The rows that a run would send, and its first prompts."""
 
     files: int
+    """Number of input files."""
     rows_in_input: int
+    """Number of rows in the input files."""
     rows_total: int
     """Number of rows that `input.filter` and `input.limit` select."""
     rows_done: int

@@ -123,7 +123,7 @@ def plan_run(start: StartOptions, state: RunState) -> RunPlan:
 
 
 def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
-    """Raise ResumeError for `--retry-failed` while workers still share out the rows of the run.
+    """Raise ResumeError for `--retry-failed` while workers of a shared run still have rows to do.
 
     `run` is the name of the run.
     """

@@ -53,7 +53,7 @@
   };
   const ago = (seconds) => `${duration(seconds < 60 ? seconds : seconds - (seconds % 60))} ago`;
   const setText = (element, text) => {
-    if (element.textContent !== text) element.textContent = text; // Unchanged text is not replaced, so that a selection of it stays.
+    if (element.textContent !== text) element.textContent = text; // A selection in unchanged text stays.
   };
   const make = (tag, text, className = "") => {
     const element = document.createElement(tag);
