@@ -5,10 +5,10 @@ The rest of this file decides whether a row itself is the cause of its temporary
 502 to 504, 401).
 
 An engine that is down or has no room refuses every row, so its refusals alone are no evidence. A refusal
-counts against a row only if the same route has meanwhile answered a request that was sent after the row's
-previous refusal. A route may also refuse rows at random, for example a load balancer half of whose servers
+counts against a row only if the same server has meanwhile answered a request that was sent after the row's
+previous refusal. A server may also refuse rows at random, for example a load balancer half of whose servers
 are dead. So a row is given up only if chance can hardly explain so many refusals. If no other row is in
-flight that could bring evidence, the run sends a *control*: a cheap form of the request that the route
+flight that could bring evidence, the run sends a *control*: a cheap form of the request that the server
 answered last.
 """
 
@@ -318,7 +318,7 @@ class FailureHistory(msgspec.Struct):
         return self.failed_on if kind in FAILED else self.refused_by
 
     def failed_routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:
-        """Return `failed_routes(kind)` together with `route`, on which the row has just failed."""
+        """Return the servers on which the row failed in this way, including `route`."""
         routes = self.failed_routes(kind)
         return routes if route in routes else (*routes, route)
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class BundleTotals:
-    """Counts of the requests that this attempt sent, retries included."""
+    """Counts of the requests that were sent since the last start of the run, including retries."""
 
     requests: int = 0
     """Number of requests, including those with one row."""

@@ -118,9 +118,9 @@ class Dispatcher:
             self.backlog.wake()
 
     async def _attempt(self, row: PendingRow, route: Route) -> None:
-        """Send a row once. Then store its outcome, or requeue it.
+        """Send a row once. Then store its answer or error, or put it back into the queue.
 
-        The row holds its slot until its outcome is stored, so that a slow disk slows down the sending.
+        The row holds its slot until its answer is stored, so that a slow disk slows down the sending.
         """
         row.attempts += 1
         row.route = route
@@ -153,7 +153,7 @@ class Dispatcher:
                     return
         else:
             last_error = await self._handle_failure(row, route, error, now)
-            if last_error is None:  # None means that the row is in the backlog again.
+            if last_error is None:  # None means that the row will be sent again.
                 return
             message = str(last_error)
             completion = (
@@ -192,7 +192,7 @@ class Dispatcher:
         route.ended.add(completion)
         if self.routes.account is not None:
             self.routes.account.add(completion, seconds=now - row.sent_at)
-        # The prompt has certainly been computed by now, so followers can use its prefix from the cache.
+        # The prompt is certainly computed by now, so rows with the same prefix find it in the cache.
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
     def _contradict(self, route: Route, now: float) -> None:
@@ -215,7 +215,7 @@ class Dispatcher:
     async def _handle_failure(
         self, row: PendingRow, route: Route, error: RequestError, now: float
     ) -> RequestError | None:
-        """Decide the fate of a row whose attempt failed: end it, or send it again.
+        """Decide whether a row without an answer is sent again, or ends with an error.
 
         Return the row's final error, or None if the row is sent again. Raises EngineLostError if the engine
         has accepted no row for too long.
@@ -252,7 +252,7 @@ class Dispatcher:
         """Send a row again: at once if preempted or meant for another server, otherwise after a pause."""
         pause_s = 0.0
         if isinstance(error, PreemptedError):
-            row.attempts -= 1  # A preempted attempt does not count, because the row is not at fault.
+            row.attempts -= 1  # A preempted attempt does not count: the row is not at fault.
             self.load_control.concurrency.count_returned(error.tokens)
         elif fate is Fate.ASK_ANOTHER:
             route.doubt = route.doubt or Doubt(str(error))
@@ -281,9 +281,9 @@ class Dispatcher:
         return cause
 
     def _record_unavailable(self, kind: FailureKind, now: float) -> None:
-        """Record since when the engine accepts no row. If the engine died, the time starts now.
+        """Record since when the engine accepts no row.
 
-        An engine that died had accepted rows until then.
+        If the engine died, the time starts now, because the engine accepted rows until then.
         """
         if self._refused_since is None or kind is FailureKind.DIED:
             self._refused_since = now
@@ -344,8 +344,8 @@ class Dispatcher:
     def _is_engine_lost(self, row: PendingRow, now: float) -> bool:
         """Tell whether the engine has accepted no row for `limits.engine_wait` seconds.
 
-        `row` is the row that was refused last. The engine is not lost while it works on a request. It
-        probably does so if the request has been in flight for much longer than a refusal takes.
+        `row` is the row that was refused last. The engine is not lost if a request has been in flight for
+        much longer than a refusal takes, because such a request was probably accepted.
         """
         if self._refused_since is None:
             return False

@@ -60,7 +60,10 @@ class Feeder:
         self.backlog.finish_reading()
 
     async def _add_batch(self, batch: Sequence[PendingRow | PrimeTask | Outcome]) -> None:
-        """Prepare the rows of a batch and add them to the backlog; then wait until it has room again."""
+        """Prepare the rows of a batch, and add them to the queue of rows.
+
+        Then wait until it has room again.
+        """
         rows = [item for item in batch if isinstance(item, PendingRow)]
         self.backlog.expect(len(rows))
         for item in batch:

@@ -254,10 +254,10 @@ class AttemptProgress:
     engine: Engine
     events: EventLog
     began: float
-    """Start of the attempt, in seconds of the monotonic clock."""
+    """Time of this start of the run, in seconds of the monotonic clock."""
     task: str
     rollouts: Rollouts | None = None
-    """Multi-turn rollouts of the attempt; None if each row is one request."""
+    """Multi-turn rollouts of the run; None if each row is one request."""
     row_s: float | None = None
     """Estimated seconds per row; None without an estimate of the run."""
 

@@ -213,7 +213,8 @@ class ReuseDistance:
         """Followers since the last check: all, those that missed the cache, those whose prefix was evicted.
         """
         self._last_miss_share, self._mean_miss_share = 0.0, 0.0
-        """Fraction of followers that missed the cache: in the last check, and as a running mean."""
+        """Fraction of rows that did not find their leader's prefix in the cache: in the last check, and as a
+        running mean."""
         self._clock = 0.0
         self._changed_at = 0.0
         """Prefill tokens that were sent before the last correction."""

@@ -248,7 +248,7 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
 def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> list[tuple[PassWork, float]]:
     """Return work and measured seconds of the spans of one scheduler.
 
-    A span lasts from one end of a row to another.
+    A span lasts from the end of one row to the end of another.
 
     The work comes from a simulation of the scheduler's sampled rows. It sends each row when as many rows have
     ended as when the row was really sent.

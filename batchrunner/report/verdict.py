@@ -69,7 +69,7 @@ class RunEnd:
 def verdict_of(end: RunEnd) -> RunVerdict:
     """Return the exit code of one start of a run, and the reason why it ended.
 
-    If several reasons apply, the first one counts.
+    If several reasons apply, the one that is checked first counts.
     """
     if end.failure is not None:
         # The text of an error may have its hint already.

@@ -1,4 +1,4 @@
-"""Flag tuning during a run: launched servers change flags step by step, by the rules of `batchrun advise`.
+"""Flag tuning during a run: its servers change flags step by step, by the rules of `batchrun advise`.
 
 After at least 30 s of steady work (a window), the advice for a server names a step: flags to change. The
 first step changes all flags that the advice names, since a restart costs the same for one flag and for

@@ -83,7 +83,7 @@ class PreparedJob(JobInput):
 
     @property
     def results_schema(self) -> pa.Schema:
-        """Schema of the part files (Parquet files of results), with the digests of requests."""
+        """Schema of the result files (Parquet), with the digests of requests."""
         schema = schema_of_run(self.renderer.carried_schema, self.answers)
         return schema.append(pa.field(REQUEST_DIGEST, pa.binary()))
 

@@ -604,8 +604,8 @@ class Run:
     def _end_of_run(self, end: RunEnd) -> RunEnd:
         """Return how a shared run ended, for a worker that has done its rows.
 
-        The last worker reads the part files of all workers, so that its exit code is that of the whole run.
-        In an object store it would have to fetch all results, so its exit code is that of its own rows.
+        The last worker reads the results of all workers, so that its exit code is that of the whole run. In
+        an object store it would have to fetch all results, so there its exit code is that of its own rows.
         """
         run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
         if end.rows_held or run_dir.store.uri:

@@ -198,17 +198,17 @@ class Sending:
         - `job`: the job whose rows are sent.
         - `rows`: the source of the rows.
         - `engine`: the open engine to which the rows go.
-        - `load_control`: sets the windows, and shares them among the runs that use the engine.
+        - `load_control`: sets the concurrency limits, and divides them among runs on the engine.
         - `answers`: the columns and checks of the job's answers.
-        - `outlet`: takes the finished rows, for example the writer of part files (Parquet files of results).
+        - `outlet`: takes the finished rows, for example the writer of result files.
         - `counts`: the numbers of finished rows, which this object updates.
         - `events`: the event log.
         - `control`: stops the run.
         - `displays`: show load samples to the user.
-        - `began`: the time, on the monotonic clock, at which the attempt began.
+        - `began`: the time, on the monotonic clock, at which the run was started.
         - `functions`: runs the job's Python functions; None if the job has none.
-        - `done_before`: the rows that earlier attempts finished.
-        - `turns`: stores the answers of rollouts.
+        - `done_before`: the rows that earlier starts finished.
+        - `turns`: stores the answers of multi-turn rollouts.
         - `estimated_row_s`: the seconds per row that `batchrun estimate` predicted; None without an estimate.
         - `adaptation`: tunes the servers' flags during the run; None if the flags stay.
         - `corpora`: gives servers earlier answers for n-gram speculation.

@@ -226,7 +226,7 @@ def _search(
     job = prepared.job
     sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
-    # Trials of an earlier attempt are reused only if all these facts are the same.
+    # Trials of an earlier search are reused only if all these facts are the same.
     facts = {
         "rows": fingerprint(job, prepared.dataset.facts(), engine.model),
         "job": [job.order, job.dedupe, job.window, job.tokenize],

@@ -565,7 +565,7 @@ def slots_after(args: Mapping[str, Any], per_request: int) -> int:
 
 
 def beside(name: str, value: Any, server: Server) -> dict[str, Any]:
-    """Return further flags that must change together with a flag.
+    """Return the other flags that must change if the flag `name` changes.
 
     With n-gram speculation (NGRAM), these flags limit the running requests and set the budget for a corpus.
     If a flag changes the size or number of a hybrid model's states, the size of the state pool follows.

@@ -224,8 +224,8 @@ class ServerWatch:
     def take(self, sample: RunSample, now: float) -> None:
         """Add a load sample, read at `now`, and the server's log lines since the last sample.
 
-        The server's log is read at each call, run.json once per span, and the part files as soon as there is
-        enough work to judge.
+        The server's log is read at each call, run.json once per span, and the result files as soon as there
+        is enough work to judge.
         """
         # The first load sample comes after run.json is written, so the file can be read now.
         if self._reader is None:

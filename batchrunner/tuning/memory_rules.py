@@ -160,7 +160,7 @@ def crashed(situation: Situation, _: Flags) -> Finding | None:
 
 
 def _narrower(situation: Situation, flags: Flags) -> str:
-    """Name the 8-bit types, for weights or KV cache, that the GPU supports.
+    """Name number types below 16 bits, for weights or KV cache, that the GPU supports.
 
     The KV pool takes all memory that the weights leave. So smaller numbers free memory only together with a
     lower mem-fraction-static.

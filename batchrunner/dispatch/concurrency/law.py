@@ -160,7 +160,7 @@ class Controller:
     """
 
     least = 1
-    """Minimum window, in requests."""
+    """Minimum concurrency limit, in requests."""
 
     def __init__(self, scheduler: str, window: int, band: QueueBand, *, most: int, now: float) -> None:
         """Start with the concurrency limit `window`; it never exceeds `most`, the connections allowed."""
@@ -180,7 +180,7 @@ class Controller:
         self._period_s = 0.0
         """Mean time between two load samples."""
         self._refused_at = -CALM_S
-        """Time of the last refusal or timeout that narrowed the window."""
+        """Time of the last refusal or timeout that lowered the limit."""
         self._nearly_full_at = float("-inf")
         self._ended = self._retractions = 0.0
         """Ended rows and retractions in all, at the last load sample."""
@@ -307,7 +307,7 @@ class Controller:
         if not is_full and (reading.queue == 0 or is_starting):
             return self._double(now, reading) if may_grow else []
         target = self._wanted_queue()
-        # No request replaces one that ends beyond the window. So requests beyond it count as ended.
+        # Requests in flight beyond the limit are not replaced when they end. So they count as ended.
         in_flight = min(reading.in_flight, self.window)
         queue = in_flight - self._at_work
         if abs(reading.in_flight - reading.running - reading.queue) <= DEAD_BAND * target:
@@ -429,14 +429,14 @@ UNKNOWN_ENGINE_WINDOW = 256
 """First concurrency limit for an engine that does not report how many requests it runs at once."""
 TYPICAL_PROMPT_TOKENS = 256
 """Assumed mean prompt length in tokens, unless the prompts read before the run are shorter. Longer prompts do
-not raise it. They would make the first window smaller, which made jobs of one minute up to 2 % slower in
-simulation. Too large a window only makes a queue at the start, which costs nothing."""
+not raise it. They would make the first concurrency limit smaller, which made jobs of one minute up to 2 %
+slower in simulation. Too large a limit only makes a queue at the start, which costs nothing."""
 TYPICAL_MAX_NEW_TOKENS = 512
 """Assumed `max_new_tokens` if the job sets none, or takes it from a column."""
 SHORT_OUTPUT_TOKENS = 256
-"""Short prompts enlarge the first window only if `max_new_tokens` is at most this. With longer outputs, rows
-that begin together also grow together. A larger window then had five times as many rows retracted, at the
-same throughput."""
+"""Short prompts raise the first concurrency limit only if `max_new_tokens` is at most this. With longer
+outputs, rows that begin together also grow together. A higher limit then had five times as many rows
+retracted, at the same throughput."""
 
 
 def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:
@@ -446,7 +446,7 @@ def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None)
     """
     output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     prompt = TYPICAL_PROMPT_TOKENS
-    # Short prompts may enlarge the first window only if outputs are short too. Rows with long outputs grow
+    # Short prompts may raise the first limit only if outputs are short too. Rows with long outputs grow
     # together, and then many are retracted.
     if prompt_tokens is not None and output <= SHORT_OUTPUT_TOKENS:
         prompt = min(prompt, max(1, round(prompt_tokens)))

@@ -163,7 +163,7 @@ class ConcurrencyLimits:
     _shared_at: float | None = None  # time at which the shares were last computed
 
     def __post_init__(self) -> None:
-        """Create the engine's routes. `begin` adds their schedulers."""
+        """Create a limit for each server of the engine. `begin` adds the schedulers."""
         self.routes = [RouteLimit(url) for url in self.info.routes]
 
     def begin(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
@@ -226,7 +226,7 @@ class ConcurrencyLimits:
     ) -> list[Decision | CornerChange]:
         """Process the load samples of a poll; return changes of concurrency limits and of load states.
 
-        `loads` is empty if the poll failed. `in_flight` of each route must be up to date. `unsent` is the
+        `loads` is empty if the poll failed. `in_flight` of each server must be up to date. `unsent` is the
         number of rows still to be sent, including those that wait for another attempt.
         """
         changes: list[Decision | CornerChange] = [
@@ -270,7 +270,7 @@ class ConcurrencyLimits:
         return decisions
 
     def _route_to(self, url: str) -> RouteLimit:
-        """Return the route to a server; create it if there is none."""
+        """Return the limit of a server; create it if there is none."""
         for route in self.routes:
             if route.url == url:
                 return route
@@ -329,17 +329,17 @@ class ConcurrencyLimits:
         )
         self.schedulers[name] = scheduler
         route.schedulers.append(scheduler)
-        # Until rows have ended, the servers' shares are in proportion to their first windows.
+        # Until rows have ended, the servers' shares are in proportion to their first limits.
         route.recent += controller.window
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(scheduler=name, old=0, new=controller.window, state=controller.state, reason=why)
 
     def _sample(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision | CornerChange]:
-        """Pass each new load sample to its scheduler's controller; return what has changed.
+        """Pass each new load sample to its scheduler's controller.
 
-        Return the changes of windows and load states.
+        Return the changes of concurrency limits and of load states.
         """
-        # Running and waiting requests of each route, over all its schedulers.
+        # Running and waiting requests of each server, over all its schedulers.
         requests = Counter[RouteLimit]()
         full_routes = set[RouteLimit]()
         for load in loads:

@@ -87,7 +87,7 @@ def read_results(workers: Sequence[RunDir]) -> RunResults:
 
 
 def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> None:
-    """Define the view `results` of the numeric columns in the part files (the Parquet files of results).
+    """Define the view `results` of the numeric columns in the result files.
 
     In the view, `output_tokens` is always a list with the output tokens of each completion.
     """
@@ -121,7 +121,7 @@ def _length(
 
 
 def _answers(part: Path) -> list[dict[str, Any]]:
-    """Return the first rows of a part file, each as shortened texts by column."""
+    """Return the first rows of a result file, each as shortened texts by column."""
     with pq.ParquetFile(part) as file:
         names = [name for name in file.schema_arrow.names if name not in _LEFT_OUT]
         batch = next(file.iter_batches(batch_size=ANSWERS, columns=names, use_threads=False), None)
