@@ -378,7 +378,7 @@ def control_for(record: RouteRecord, refused: Request) -> Request:
     if request.kind == "body":
         name, content = _PROMPTS.get(prompt.path, ("prompt", "1"))
         prompt = prompt._replace(content=orjson.dumps({name: content, "max_tokens": 8}))
-    elif record.last is None:  # the refused request may be expensive
+    elif record.last is None:  # the refused request may be expensive, so it is shortened
         prompt = _SHORT_CHAT if request.kind == "messages" else prompt[:1]
         request = request._replace(
             continues=False,

@@ -54,7 +54,7 @@ class Rates:
     """Rates of several counts over the last 30 s."""
 
     def __init__(self, now: float, counts: int) -> None:
-        """Start at time `now` with this number of `counts`, all 0."""
+        """Start at time `now` with as many zeros as there are `counts`."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
     def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
@@ -83,7 +83,7 @@ class TimeLeft:
         self._began = now
         self._ended = now
         self._expected_s = row_s or 0.0
-        # Weight of the estimate in the predicted time per row; the measured pace has the rest.
+        # Weight of the estimated time per row, from 0 to 1. The measured time has the rest.
         self._trust = 1.0 if row_s else 0.0
 
     def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
@@ -158,7 +158,7 @@ class LoadSummary:
     def __init__(self, concurrency: ConcurrencyLimits) -> None:
         self._concurrency = concurrency
         self._last: float | None = None
-        # Each value is weighted by the seconds that it lasted.
+        # Sum of each value times the seconds for which it lasted.
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:

@@ -90,7 +90,6 @@ class Setting(NamedTuple):
     config: SchedulerConfig
     """Flags of each scheduler."""
     schedulers: int
-    """Number of schedulers."""
     window: int | None = None
     """Concurrency limit of a scheduler, if the job sets it. None means that enough rows are always in flight.
     """
@@ -274,7 +273,6 @@ def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> li
 
 
 def _plus(work: PassWork, other: PassWork, factor: float) -> PassWork:
-    """Return `work` plus `factor` times `other`."""
     return PassWork._make(a + factor * b for a, b in zip(work, other, strict=True))
 
 
@@ -298,7 +296,7 @@ def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, fl
     sample = sorted(answered_rows.values(), key=lambda answered: by_length(answered[0]))
     drawn = []
     for rank, row in enumerate(sorted(rows, key=by_length)):
-        most_alike = sample[rank * len(sample) // len(rows)]  # same quantile of the lengths as the row
+        most_alike = sample[rank * len(sample) // len(rows)]  # the row at the same quantile of lengths
         drawn.append((row, _scaled(most_alike, row)))
     drawn.sort(key=lambda row_and_outputs: row_and_outputs[0].row)
     # Rows are drawn by length, so only the variance between rows of similar lengths counts. The difference of

@@ -91,7 +91,6 @@ class RunComparison:
     """Figures, settings and answers of several runs side by side."""
 
     reports: list[Report]
-    """Report of each run."""
     settings: dict[str, list[Any]]
     """Settings that differ, with the value in each run; None if a run does not set the field."""
     answers: list[AnswerComparison]
@@ -149,7 +148,6 @@ def compare(runs: Sequence[str | Path]) -> RunComparison:
 
 
 def _figure(name: str, value: float) -> str:
-    """Return a figure of a report as text."""
     if name == "wall_s":
         return duration(value)
     return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"

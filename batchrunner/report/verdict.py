@@ -36,7 +36,6 @@ class RunEnd:
     """Facts about the end of one start of a run, from which `verdict_of` derives the exit code."""
 
     rows_total: int
-    """Number of rows of the run."""
     rows_failed: int
     """Number of failed rows of the run, as far as this worker knows them."""
     max_failed_rows: float

@@ -77,7 +77,7 @@ class Adaptation:
     async def take(self, sample: RunSample, now: float) -> None:
         """Process a load sample, read at `now` on the monotonic clock.
 
-        The server logs and part files are read in a thread. Await this call before the call with the next
+        The server logs and result files are read in a thread. Await this call before the call with the next
         sample.
         """
         self._sample, self._now = sample, now

@@ -114,7 +114,7 @@ class Leases:
         return self.plans[-1] if self.plans else None
 
     def join(self) -> None:
-        """Ignore later plans, which may have rows of files that this worker does not know."""
+        """Ignore plans that are written later. They may have rows of files that this worker does not know."""
         self._joined = True
 
     def make_plan(self, plan: LeasePlan) -> None:

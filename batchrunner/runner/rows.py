@@ -150,7 +150,7 @@ class TaskRows(ABC):
                 continue
             if batch is None:
                 return
-            pauses_s = iter(TIMING.read_retries)  # a success restores all retries
+            pauses_s = iter(TIMING.read_retries)  # after a success, all retries are available again
             yield batch
             unread -= BitMap64(batch.rows)
 

@@ -140,7 +140,7 @@ async def execute(
             opened.check(job)
             return opened
 
-        # plan
+        # Plan the rows to send.
         finder = WorkFinder(
             prepared=prepared, start=start, lock=lock, control=control, events=events, turns=turns
         )
@@ -160,7 +160,7 @@ async def execute(
             code_versions(read_run_json(run_dir), prepared.code_digests)
             return report_of_empty(prepared, work)
 
-        # open
+        # Open the engine.
         ready = ready or await ready_engine()
         if model_of(job.engine) is None and work.discard != "run":
             # Only the open engine could tell its model, so it is compared with the stored results now.
@@ -169,7 +169,7 @@ async def execute(
         # Results are discarded only now. A start that is refused must not change anything.
         await control.run(lambda: finder.discard_outdated(work.discard))
 
-        # send, report
+        # Send the rows, and report.
         with contextlib.closing(events):
             events.open()
             run = Run(
@@ -344,8 +344,6 @@ class Run:
             raise end.failure
         return report
 
-    # Build the components of the run
-
     async def _open_load_control(self) -> tuple[LoadControl, str]:
         """Write the event `start`; return the load control and the reason for its first concurrency limit."""
         prepared, work, info = self.prepared, self.work, self.engine.info
@@ -481,8 +479,6 @@ class Run:
         log.info("%s", work.order)
         self.events.write("order", **asdict(work.order))
 
-    # Send
-
     async def _send(self, sending: Sending, end: SendingEnd) -> None:
         """Send the rows, then look for changes of the input. Record in `end` how the sending ended."""
         try:
@@ -528,8 +524,6 @@ class Run:
         if self.turns is not None:
             self.turns.close()
         await give_back(self.work.rows, self.lock)
-
-    # Report
 
     def _report(self, sending: Sending, end: SendingEnd, earlier: Sequence[tuple[float, float]]) -> Report:
         """Return the report. `earlier` has the start and end times of earlier starts of the run."""

@@ -120,7 +120,7 @@ async def open_engine_of(
 
     `stack` closes the engine, and `control` can interrupt its start.
     """
-    shape = shape_of(job, task)  # jobs of one shape share tuned flags
+    shape = shape_of(job, task)  # jobs with the same digest share tuned flags
     making = make_engine(engine_of(job), log_dir=log_directory, limits=job.limits, task=task, shape=shape)
     engine = await control.wait_for(making, "while the engine was starting")
     stack.push_async_callback(engine.close)

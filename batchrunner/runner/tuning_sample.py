@@ -24,7 +24,6 @@ from batchrunner.runner.prepare import PreparedJob
 MOST_ROWS = 16_384
 """Maximum number of rows in a sample: four times the requests that SGLang runs at once by default (4096)."""
 BLOCK_ROWS = 32
-"""Number of rows in a block."""
 MOST_BYTES = 256 << 20
 """Approximate maximum size of the sample in bytes, because the whole sample is in memory once."""
 
@@ -35,7 +34,6 @@ class TuningSample:
 
     path: Path
     rows: int
-    """Number of rows in the sample."""
     of_rows: int
     """Number of rows of the job."""
 

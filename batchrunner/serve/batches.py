@@ -297,7 +297,7 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
-        # If the batch ended early: all its lines, each with the error for the case that it has no answer.
+        # If the batch ended early: its lines, each with the error that it gets if it has no answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)

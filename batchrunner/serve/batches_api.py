@@ -52,7 +52,6 @@ class BatchesApi:
         files: FilesApi,
         endpoints: Sequence[str],
     ) -> None:
-        """Accept batches for `endpoints`."""
         self._state, self._batches, self._owners = state, batches, owners
         self._records, self._files, self._endpoints = records, files, endpoints
 

@@ -55,7 +55,6 @@ class TrialSigns:
     pool_tokens: int | None = None
     """Size of the KV pool in tokens."""
     retractions_per_min: float = 0.0
-    """Retractions per minute."""
     cached_share: float = 0.0
     """Share of the prompt tokens that were in the cache."""
     tokens_per_pass: float | None = None

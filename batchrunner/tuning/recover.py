@@ -123,7 +123,7 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     # memory.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
-    # Flags of a state pool change for the sign "no-states", all other flags for the first sign.
+    # State pool flags react to the sign "no-states", all other flags to the first one.
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
     server = Server(facts, running=death.running, why=death.why)
     for group in FLAGS_AFTER.get(death.kind, ()):

@@ -347,7 +347,7 @@ class Search:
 
 
 def _only_schedules(args: Args) -> bool:
-    """Tell whether flags only schedule rows, so that more output per pass means more speed."""
+    """Tell whether flags only change the scheduling of rows. Then more output per pass means more speed."""
     return all(name in FLAGS and FLAGS[name].schedules for name in args)
 
 

@@ -45,7 +45,8 @@ class ClientActivity:
     at_window: int = 0
     """Number of those samples (`empty`) in which the concurrency limit was reached to at least 90 %."""
     on_way: int = 0
-    """Number of samples with a reached limit (`at_window`) in which most requests were still on their way."""
+    """Number of those samples (`at_window`) in which most requests were still on their way to the scheduler.
+    """
     resting: int = 0
     """Number of samples with an empty queue (`empty`) in which more rows could be sent, but waited for a
     retry."""
@@ -68,7 +69,6 @@ class ClientActivity:
     order: str = "auto"
     """The job's `order` of rows."""
     simulated: bool = False
-    """Whether the engine is simulated."""
     decodes: bool = True
     """Whether the job's task generates tokens. If not, token usage says nothing."""
     longest_output: int | None = None

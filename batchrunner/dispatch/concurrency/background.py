@@ -146,7 +146,7 @@ class BackgroundController(Controller):
             self._keep_spare_slots(reading, room + most_users)
         decisions = self._move(room, reason)
         if self.users and now - self._sent_at < PACE_S:
-            self.window = 0  # nothing is sent between two rounds
+            self.window = 0  # nothing is sent until the next round is due
         else:
             self._sent_at = now
         return [*decisions]

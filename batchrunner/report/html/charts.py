@@ -177,7 +177,6 @@ def _scale(highest: float) -> tuple[float, float]:
 
 
 def _description(label: str, line: Line) -> str:
-    """Return a description of a line in words."""
     values = [value for value in line if value is not None]
     low, mean, high = map(number, (min(values), fmean(values), max(values)))
     return f"{label}: lowest {low}, mean {mean}, highest {high}"
