@@ -121,7 +121,7 @@ _read_sample = msgspec.json.Decoder(KeptSample)
 
 
 class Survey(NamedTuple):
-    """Lengths of the rows that are still to be sent. If they are many, only of some blocks of them."""
+    """Lengths of the rows that are still to be sent. If there are many, only blocks of them were read."""
 
     rows: list[JobRow]
     """Rows that were read and can be sent, in input order."""
@@ -204,7 +204,7 @@ class SampledEngine(ObservedEngine):
     """An engine that records the time and the tokens of each answer to the sample."""
 
     rows: dict[int, JobRow]
-    """Rows of the sample as the survey read them, by ordinal."""
+    """Rows of the sample, by their number in the input, with the lengths that were read before."""
     attempts: list[Attempt] = field(default_factory=list)
     """Answers so far."""
 

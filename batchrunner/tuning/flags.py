@@ -40,7 +40,7 @@ class MemoryBand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What flag values are chosen by: a server's facts, from its log and arguments, and its mean load."""
+    """A server whose flags may change: its facts, from its log and arguments, and its mean load."""
 
     facts: Facts
     running: float = 0.0

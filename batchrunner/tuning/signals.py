@@ -61,8 +61,8 @@ class Thresholds:
     at_cap: float = 0.95
     """`max_running_requests` counts as reached if running requests are at least this fraction of it."""
     far_below: float = 0.5
-    """Few requests run if it is less than this fraction of `max_running_requests`. SGLang's guides expect a
-    number "close to" it."""
+    """Few requests run if they are fewer than this fraction of `max_running_requests`. SGLang's guides expect
+    a number "close to" it."""
     short_output: float = 0.5
     """SGLang reserves too much memory if the mean output is below this fraction of `max_new_tokens`."""
     graph_batch: float = 512
