@@ -97,9 +97,11 @@ class Route:
     """Relative speed of the server: a count of the rows that ended on it recently."""
     kept: deque[Any] = field(default_factory=deque)
     """Rows (`PendingRow`) that wait for this server because it has their prefix in its cache."""
+    held: deque[Any] = field(default_factory=deque)
+    """Rows that moved here from another server, and wait until this server has computed their prefix."""
     promised: int = 0
-    """Number of rows that will go to this server: the rows in `kept`, and rows with the same prefixes that
-    are still to be read."""
+    """Number of rows that will go to this server: the rows in `kept` and `held`, and rows with the same
+    prefixes that are still to be read."""
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
     """Evidence that the server is at fault, from failed rows; None if it has answered since."""
