@@ -257,10 +257,10 @@ class Run:
 
     def _send(self) -> None:
         self._feed()
-        for route, release_at in [*self._release_at.items()]:
+        for held_by, release_at in [*self._release_at.items()]:
             if release_at <= self.now:
-                del self._release_at[route]
-                self._queue.release(route)
+                del self._release_at[held_by]
+                self._queue.release(held_by)
         while (route := self._routes.acquire_slot(self.now, self._queue.has_for)) is not None:
             row = self._queue.take(route)
             if route.held:
