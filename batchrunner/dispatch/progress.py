@@ -40,7 +40,7 @@ average smooth in long runs."""
 
 
 CONTRADICTION = 0.5
-"""The estimated time per row may be dropped if the measured time differs by more than this fraction of it.
+"""The estimated time per row may be dropped if the measured time differs from it by more than this fraction.
 The run must also be late or early by LATE_SHARE."""
 LATE_SHARE = 0.05
 """The estimate of a run is dropped only if the run is late or early by more than this fraction of the
