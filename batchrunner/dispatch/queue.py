@@ -257,7 +257,7 @@ class DispatchQueue:
             self._for_any_route
             or self._turns
             or route.kept
-            or self._route_to_relieve(route.in_flight + len(route.held))
+            or self._route_to_relieve(route, route.in_flight)
             or (self._avoiding and self._avoiding_others(route))
         )
 
@@ -295,7 +295,7 @@ class DispatchQueue:
                 return row
             _keep(row, home)
         # This row's slot is already counted in `in_flight`.
-        busiest = self._route_to_relieve(route.in_flight - 1 + len(route.held))
+        busiest = self._route_to_relieve(route, route.in_flight - 1)
         return _relieve(busiest, route) if busiest else None
 
     def release(self, route: Route) -> None:
@@ -311,12 +311,14 @@ class DispatchQueue:
             group.home.promised += group.to_come
         return group.home
 
-    def _route_to_relieve(self, in_flight: int) -> Route | None:
-        """Return the route with the most kept rows if another route may take some of them, else None.
+    def _route_to_relieve(self, route: Route, in_flight: int) -> Route | None:
+        """Return the route with the most kept rows if `route` may take some of them, else None.
 
         A kept row waits for the route that has its prefix in the cache. The other route asks for a row, and
-        has `in_flight` requests in flight or held.
+        has `in_flight` requests in flight.
         """
+        if route.held:  # The rows that it took last are not even sent yet.
+            return None
         busiest = max(self._routes, key=lambda route: len(route.kept))
         kept_rows = len(busiest.kept)
         if not kept_rows:
