@@ -245,3 +245,14 @@ def test_a_loop_in_a_rollout(tmp_path: Path, server: FakeSGLang) -> None:
     rows = merged_table(tmp_path / "run").to_pylist()
     assert [row["why"] for row in rows] == ["length", "repetition", "length"]
     assert rows[1]["said"].strip() == KEPT
+
+
+def test_rollouts_are_not_watched_by_default(tmp_path: Path, server: FakeSGLang) -> None:
+    """Their function may judge the answers, so each is whole."""
+    write_module(
+        tmp_path, "async def ask(row, generate): return {'said': (await generate(row['text'])).text}"
+    )
+    changes = {"prompt": {"rollout": "hooks:ask"}, "python_path": [str(tmp_path)]}
+    job = watching_job(tmp_path, server, on_repetition="auto", **changes)
+    assert batchrunner.run(job).exit_code == 0
+    assert not any("stream" in sent.body for sent in server.sent)
