@@ -148,7 +148,7 @@ def count_alarms(roots: list[Path]) -> dict[str, Any]:
                 for mode, alarm in first_alarms(text, start, end).items():
                     of_kind[mode] += 1
                     of_kind[f"{mode}_ends"] += not alarm.next_text
-                    if mode == "auto" and (kind != ANSWERS or alarm.next_text):
+                    if mode == "auto" and kind != ANSWERS:
                         example = {**alarm._asdict(), "period": alarm.period[:120], "kind": kind}
                         examples.append({**example, "file": path.name})
                         tell(f"  {example} {path}")

@@ -106,9 +106,9 @@ def test_a_repetition_that_the_prompt_has() -> None:
         " I am sorry.",
         "\n- 1/4 cup of chopped mint\n- 1/4 cup of chopped dill",
         "He said: \u201cNo.\u201d She left.\n",
-        " #womeninscience #womeninspace",
-        "高级牛肉",
-        "The box was opened and the cat was dead. ",
+        " #goodmorning #happyday",
+        "今天天气很好",
+        "The door was closed and the light was off. ",
         "\n\nThis is not right, so we have to look for another root: $x = 3$.  So {4} is the sum.",
     ],
 )
@@ -121,8 +121,8 @@ def test_prose(period: str) -> None:
     "period",
     [
         "A", "GATC", "0, ", "-", " ",
-        "\nMale,No,3", "\n| a cell | a cell |", "\nDISPATCH", "0\n", '"name": "unknown", ',
-        "),\n        cutlass.Uint64(0", ",\n\tGCB_LV,\n\tGCB_LVT", " x +", " FROM a.b JOIN",
+        "\nred,no,3", "\n| a cell | a cell |", "\nSTATUS", "0\n", '"name": "unknown", ',
+        "),\n        words.Word(0", ",\n\tKIND_A,\n\tKIND_B", " x +", " FROM a.b JOIN",
         "Link error at 04:30:31 of node\n", '"could not open the file",\n', "one      two\n",
         "[Decode batch ended] ",
     ],
