@@ -23,8 +23,9 @@ LONGEST_PERIOD = 2048
 REPEATED_CHARACTERS = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
 """Number of characters at the end of a text that must also occur one period earlier: the shortest repetition
 without its first period."""
-WINDOW = LONGEST_PERIOD * LEAST_PERIODS
-"""Number of characters at the end of a text that are examined."""
+PROBE = 64
+"""Number of characters at the end of a text that are searched for first, because the end of most answers
+occurs only once."""
 LEAST_IN_PROMPT = 64
 """Minimum length of a repetition in a prompt, in characters or token ids. Shorter repetitions, such as rules
 and indentation, are common in prompts."""
@@ -64,14 +65,16 @@ def find_repetition(text: str) -> Repetition | None:
 
     The period is the distance from the last REPEATED_CHARACTERS of the text to their previous occurrence.
     """
-    window = text[-WINDOW:]
-    period = _distance_to_repeat(window, REPEATED_CHARACTERS)
-    if period is None or period > LONGEST_PERIOD:
+    is_too_short = len(text) < LEAST_CHARACTERS
+    if is_too_short or text[-PROBE:] not in text[-LONGEST_PERIOD - PROBE : -1]:
+        return None
+    period = _distance_to_repeat(text[-LONGEST_PERIOD - REPEATED_CHARACTERS :], REPEATED_CHARACTERS)
+    if period is None:
         return None
     # The repetition must have at least LEAST_PERIODS periods and LEAST_CHARACTERS characters. Only its last
     # REPEATED_CHARACTERS characters have been compared so far.
     length = max(LEAST_CHARACTERS, LEAST_PERIODS * period)
-    if len(window) < length or window[-length + period :] != window[-length:-period]:
+    if len(text) < length or text[-length + period :] != text[-length:-period]:
         return None
     start = len(text) - length
     # The repetition may begin further to the left.
