@@ -211,7 +211,7 @@ BAD = [
 @pytest.mark.parametrize("more", [{}, {"continue": True}])
 def test_bad_conversations(tmp_path: Path, server: FakeSGLang, more: dict[str, Any]) -> None:
     """Each is a failed row with the reason, and the others are done."""
-    problems = [*(problem for _, problem in BAD), "not JSON", "", "is null"]
+    problems = [*(problem for _, problem in BAD), "not JSON", "is empty", "is null"]
     texts = [*(json.dumps(talk) for talk, _ in BAD), "no JSON", " ", None, json.dumps(said(("user", "fine")))]
     pq.write_table(pa.table({"talk": texts}), tmp_path / "input.parquet")
     job = job_of(tmp_path, server, prompt={"messages": "talk", **more}, limits={"max_failed_rows": "100%"})
