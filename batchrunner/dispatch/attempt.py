@@ -287,8 +287,8 @@ class FailureHistory(msgspec.Struct):
     """The failed attempts of a row."""
 
     failures: int = 0
-    """Number of failed attempts that may be the row's fault. An attempt after which another server was asked
-    does not count."""
+    """Number of failed attempts that may be the row's fault. An attempt does not count if the row was sent to
+    another server after it."""
     deaths: int = 0
     """Number of times that the engine died while it had the row."""
     refused_by: tuple[Route, ...] = ()

@@ -184,7 +184,8 @@ class BundleSize:
 
     def record_end(self, now: float) -> None:
         """Count a row that ended at time `now`, in seconds of the monotonic clock."""
-        if self._passes is not None:  # without decoding, only the passes set the bundle size
+        if self._passes is not None:
+            # Without decoding, a bundle fills a forward pass, however quickly rows end.
             return
         if self._since is None:
             self._since = self._burst_began = now
@@ -212,8 +213,8 @@ class BundleSize:
         """
         if span_s >= PERIOD_S:
             is_fast = self._ended >= LEAST_ROWS_S * span_s
-            # The sum of squares divided by the number of rows is the size of the burst in which an average
-            # row ended.
+            # The mean size of the bursts, weighted by their rows: sum of squared sizes / number of rows. This
+            # is the size of the burst in which an average row ended.
             self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
             self._since, self._ended, self._squares = now, 0, 0
 

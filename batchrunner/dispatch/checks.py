@@ -205,7 +205,10 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        """Whether an answer may fail because it was truncated at `max_new_tokens`."""
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
+        """Whether an answer fails if its thinking was truncated. The job itself must say so: the default of
+        `on_length` in the plan concerns only the answer."""
         self._fails_repetition = plan.on_repetition == "fail"
         """Whether an answer fails if it repeats itself without end."""
         self._only_with_schema = job.on_length is None

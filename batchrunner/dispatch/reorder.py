@@ -409,7 +409,7 @@ class FollowerRelease:
         go early.
         """
         if self._held:
-            self._find_due()
+            self._move_to_due()
         must_release = self._held and not self._due and self._would_evict()
         # A leader goes if no follower may. Near the end of the input, leaders go before followers.
         leader_is_next = not must_release and (not self._due or (last and self._is_near_end()))
@@ -455,13 +455,15 @@ class FollowerRelease:
             return False
         return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 
-    def _find_due(self) -> None:
-        """Find the held rows that may be sent now.
+    def _move_to_due(self) -> None:
+        """Move held rows that may be sent now to `_due`.
 
         A row may be sent once enough prefill tokens (the reuse distance) were sent after its leader.
         """
         while self._held and self._distance is not None:
-            leader = self._held[0][-1].leader
+            # `_held` is a heap. Its first row has the leader that was sent first.
+            first_row = self._held[0][-1]
+            leader = first_row.leader
             assert leader is not None
             if not self._distance.is_reached(leader):
                 return
@@ -624,10 +626,10 @@ class Reorderer:
         self._window_bytes += row.memory_bytes
 
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
-        """Tell whether enough rows were read to order them; `unread` rows are still to be read.
+        """Return whether the window has enough rows to be ordered; `unread` rows are still to be read.
 
-        Near the end of the input the result is false, so that its last rows are ordered together. `is_shared`
-        says that several workers share the rows.
+        If few rows are unread, the result is false (unless memory is short): they are read first, and ordered
+        together with the window. If several workers share the rows (`is_shared`), windows are smaller.
         """
         reorders = (
             self._distance is not None

@@ -278,7 +278,8 @@ class RowTokenizer:
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
-        # The token ids of the labels are looked up once, with copies of the first request.
+        # The engine tokenizes the labels once, before the first prompts. A simulated engine has no
+        # vocabulary, so its labels have no token ids.
         has_vocabulary = not self._info.simulated
         if isinstance(self._task, ScoreTask) and requests and has_vocabulary and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])
@@ -393,7 +394,10 @@ class RowTokenizer:
         return str(tokens) if isinstance(tokens, RowRefusedError) else tokens
 
     async def _with_labels(self, task: ScoreTask, request: Request) -> ScoreTask:
-        """Return the task with the token ids of its labels; raises JobError if a label is not usable."""
+        """Return the task with the token ids of its labels; raises JobError if a label is not usable.
+
+        Each label is sent to the engine's tokenizer in a copy of `request`.
+        """
         vocabulary = vocabulary_of(self._info.model)
         labels: dict[int, str | int] = {}  # by token id
         for label in task.labels:

@@ -247,7 +247,8 @@ class BeaconWatch:
         self._owners[task] = content
         holder = parse_holder(content)
         if holder is not None and holder.token != sighting.token:
-            # Another process is taking over the lock of this worker. It may die too.
+            # The beacon is from an earlier process: the worker's lock now belongs to another one, which may
+            # be dead too. So that process is polled.
             return self._poll_owner(task)
         return judge_holder(
             holder,

@@ -228,8 +228,8 @@ class LeasedRows(TaskRows):
                 self._take_over(task)
             self._refresh()
         lease = self._take_free()
-        # A worker that holds leases may be dead, and its leases may become free. A worker with unfinished
-        # rows stays anyway, and can take over later.
+        # A lease may still become free while a worker that holds one may be dead. While this worker has
+        # unfinished rows, it stays in any case, so it can look again later.
         is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 

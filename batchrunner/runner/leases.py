@@ -237,7 +237,7 @@ class Leases:
         return self.directory / name
 
     def _count(self, number: int) -> int:
-        """Return how many rows of a lease its present holder has, or its next holder will get."""
+        """Return the number of rows of a lease: those of its holder, or of the next one if it is free."""
         plan, positions = self._places[number]
         turn = self._turn(number)
         if turn:

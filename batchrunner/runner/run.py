@@ -132,6 +132,7 @@ async def execute(
             """Return the engine that was passed, or else open the job's own. Check that it can do the job."""
             opened = engine
             if opened is None:
+                # For a batch file, `model_task` reads the input, which may block.
                 task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
                 with engine_starting(run_dir):
                     opened = await open_engine_of(
@@ -575,6 +576,7 @@ class Run:
         `held` is the number of remaining rows that other living workers will do, and `unheld` the number of
         rows that nobody will do.
         """
+        # A signal, a limit or a caller may have stopped this start.
         control = self.control
         stop = None
         if control.reason is not None:
@@ -592,14 +594,15 @@ class Run:
             added_files=end.added_files,
         )
         if self.start.join and not run_end.is_cut_short:
-            run_end = self._end_of_run(run_end)
+            run_end = self._over_all_workers(run_end)
         return verdict_of(run_end)
 
-    def _end_of_run(self, end: RunEnd) -> RunEnd:
-        """Return how a shared run ended, for a worker that has done its rows.
+    def _over_all_workers(self, end: RunEnd) -> RunEnd:
+        """Replace the counts in `end` by those over all workers of a shared run; this worker's rows are done.
 
-        The last worker reads the results of all workers, so that its exit code is that of the whole run. In
-        an object store it would have to fetch all results, so there its exit code is that of its own rows.
+        Only the last worker can do so, by reading the results of all, so that its exit code is that of the
+        whole run. In an object store it would have to fetch all results, so there its exit code is that of
+        its own rows.
         """
         run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
         if end.rows_held or run_dir.store.uri:

@@ -80,7 +80,8 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
     decodes = [batch for _, batch in passes if batch.decode]
     prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
-    steps = LOG_INTERVAL * len(decodes)  # the server logs one of LOG_INTERVAL decode passes
+    # The server logs only every LOG_INTERVAL-th decode pass.
+    steps = LOG_INTERVAL * len(decodes)
     figures: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
         ranks = len({rank for rank, _ in passes})

@@ -297,13 +297,15 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
-        # If the batch ended early: its lines, each with the error that it gets if it has no answer.
-        unanswered = None
+        # If the batch ended early: all its lines, each with the error that it gets if it has no answer.
+        errors_if_unanswered = None
         if reason is not None:
             lines = self._lines(batch)
-            unanswered = ((request.get(CUSTOM_ID), problem or reason) for _, request, problem in lines)
+            errors_if_unanswered = (
+                (request.get(CUSTOM_ID), problem or reason) for _, request, problem in lines
+            )
         run = RunDir(self._state.path_of(BATCHES, batch["id"]))
-        published = await asyncio.to_thread(publish, run, output, error, unanswered=unanswered)
+        published = await asyncio.to_thread(publish, run, output, error, unanswered=errors_if_unanswered)
         if published is None:
             raise BatchrunError("results of some lines are missing")
         counts = request_counts(

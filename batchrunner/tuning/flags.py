@@ -108,9 +108,9 @@ USUAL_CHUNK = 8192
 """`--chunked-prefill-size`, in tokens, that SGLang's tuning guides assume. A larger chunk needs more free
 memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
-"""Memory for activations of a prefill chunk, in GB per token (SGLang's memory_hook)."""
+"""Memory for activations of a prefill chunk, in GB per token. The value is from SGLang's memory_hook.py."""
 GRAPH_GB_A_REQUEST = 2 / 1024
-"""Memory of a decode graph, in GB per request (SGLang's memory_hook)."""
+"""Memory of a decode graph, in GB per request of its batch. The value is from SGLang's memory_hook.py."""
 USUAL_CAPTURED = 160
 """Assumed largest batch with a CUDA graph, in requests, if the server's log does not report it (SGLang's
 tuning guides: "typically 160-256")."""
@@ -207,7 +207,7 @@ FRACTIONS = (0.8, 0.7, 0.6)
 """Steps down of `--mem-fraction-static`: two from SGLang's tuning guides, and one more for a GPU that other
 programs use too."""
 FRACTION_STEP = 0.01
-"""Step up of `--mem-fraction-static` in SGLang's tuning guides."""
+"""Amount by which SGLang's tuning guides raise `--mem-fraction-static` at a time."""
 HIGHEST_FRACTION = 0.95
 """Maximum `--mem-fraction-static` that is tried."""
 ROOM_STEP = 0.05
@@ -234,8 +234,8 @@ NGRAM = "speculative-algorithm"
 CORPUS_FLAG = "speculative-ngram-external-sam-budget"
 """Flag for the number of drafted tokens that come from an external corpus."""
 LEAST_SPEEDUP = 1.3
-"""N-gram speculation is tried if the output rate should rise by at least this factor. The prediction leaves
-out the CPU time in which SGLang looks up drafts."""
+"""N-gram speculation is tried if its predicted output rate is at least this factor higher. The prediction
+leaves out the CPU time in which SGLang looks up drafts."""
 BYTES_OF_16_BITS = 2
 """Number of bytes of a number in the KV cache of an unquantised model."""
 TOKENIZERS = 4

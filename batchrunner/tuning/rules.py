@@ -82,7 +82,7 @@ class Rule:
 
     @property
     def move(self) -> Move | None:
-        """The change of `flag` that the table `FLAGS` lists for `on`; None without a flag."""
+        """The change of `flag` that the table `FLAGS` lists under the name `on`; None if there is no flag."""
         return FLAGS[self.flag].moves[self.on] if self.flag else None
 
     @property

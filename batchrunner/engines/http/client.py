@@ -319,7 +319,7 @@ class HttpEngine(Engine):
             model_name = await self._name_to_send(endpoint, request.prompt.model)
             body = with_model(request.prompt, model_name)
         else:
-            body = wire.bytes_of(self._addressed(wire.body_of(request)))
+            body = wire.bytes_of(self._with_model_to_send(wire.body_of(request)))
         return await self._post(endpoint, wire.path_of(request), body)
 
     def _refuse_unsendable(self, request: Request) -> None:
@@ -561,7 +561,7 @@ class HttpEngine(Engine):
             return {rid_field: f"resp_{secrets.token_hex(16)}"}
         return {rid_field: f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
-    def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _with_model_to_send(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add the model's name to a body, if a gateway needs it to find a worker; return the body."""
         if self.model_to_send is not None:
             body["model"] = self.model_to_send
@@ -571,7 +571,7 @@ class HttpEngine(Engine):
         """Send requests of one task without decoding, and return the replies; raises like `_post`."""
         task = requests[0].task
         assert task is not None
-        bodies = [wire.bytes_of(self._addressed(body)) for body in task.bodies(requests)]
+        bodies = [wire.bytes_of(self._with_model_to_send(body)) for body in task.bodies(requests)]
         return [await self._post(endpoint, task.path, body) for body in bodies]
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
@@ -601,7 +601,7 @@ class HttpEngine(Engine):
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and call `ended` for each as soon as its answer arrives."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(self._addressed(wire.bundle_body(requests) | fields))
+        body = wire.bytes_of(self._with_model_to_send(wire.bundle_body(requests) | fields))
         # SGLang derives the ids of a bundle's rows from the bundle's id in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
         bundle = BundleAnswer(
@@ -642,7 +642,7 @@ class HttpEngine(Engine):
     async def _send_watched(self, endpoint: Endpoint, request: Request) -> Completion:
         """Send one row, and stop its answer if the answer repeats itself without end; see `generate`."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(self._addressed(wire.watched_body(request) | fields))
+        body = wire.bytes_of(self._with_model_to_send(wire.watched_body(request) | fields))
         results: list[Completion | RequestError] = []
         rids = (str(fields["rid"]),)
         stream = BundleAnswer(
