@@ -386,11 +386,14 @@ class BundleSender:
             if self._works or bundle.answers or isinstance(failure, NoAnswerError):
                 bundle.fail(failure)
         except (RequestError, BatchrunError) as failure:
+            # The rows fail, each with this error. Without an answer, the failure also counts as a sign that
+            # the engine does not support bundles.
             why = str(failure)
             if not bundle.answers:
                 self._refused += 1
             bundle.fail(failure)
         except Exception as failure:
+            # An unexpected error is no fault of the rows, so they are sent again.
             log.debug("a bundle failed", exc_info=failure)
         self._resend_unanswered(bundle, why)
 
@@ -400,6 +403,7 @@ class BundleSender:
         unanswered = bundle.unanswered
         if unanswered and not bundle.answers:
             self._refused += 1
+        # An engine that has answered no bundle, and has refused many, does not support bundles.
         if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
             self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self.totals.rows_resent += len(unanswered)

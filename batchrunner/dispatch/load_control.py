@@ -126,8 +126,9 @@ class LoadControl:
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for limit in self.concurrency.routes:
             window = self.concurrency.window_of(limit)
+            # Each run has a route of its own to this server.
             routes = [run.routes.open(limit.url, limit.ended) for run in self._runs]
-            free = max(0, window - sum(route.in_flight for route in routes))
+            free_slots = max(0, window - sum(route.in_flight for route in routes))
             if self._is_for_one_run:
                 (route,) = routes
                 route.window, route.speed = window, limit.recent
@@ -144,8 +145,8 @@ class LoadControl:
             shares = divide(window, claims, routes=len(self.concurrency.routes))
             for route, share in zip(routes, shares, strict=True):
                 # A run gets more slots only as other runs free them: a smaller window cancels no request.
-                granted = min(share, route.in_flight + free)
-                free -= max(0, granted - route.in_flight)
+                granted = min(share, route.in_flight + free_slots)
+                free_slots -= max(0, granted - route.in_flight)
                 route.window, route.speed = granted, limit.recent
         for run in self._runs:
             write_changes(run.events, changes)

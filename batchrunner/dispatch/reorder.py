@@ -275,20 +275,22 @@ class ReuseDistance:
             return None
         self._bytes += row.prompt_bytes
         self._bytes_tokens += completion.prompt_tokens
-        leader, cached = row.leader, completion.cached_tokens
-        if leader is None or cached is None:
+        leader, cached_tokens = row.leader, completion.cached_tokens
+        if leader is None or cached_tokens is None:
             return None
-        expected = row.shared_bytes * completion.prompt_tokens / row.prompt_bytes
-        if expected < LEAST_EXPECTED_TOKENS:
+        # Length in tokens of the prefix that the row shares with its leader.
+        shared_tokens = row.shared_bytes * completion.prompt_tokens / row.prompt_bytes
+        if shared_tokens < LEAST_EXPECTED_TOKENS:
             return None
-        self._expected_tokens += expected
-        self._found_tokens += min(expected, cached)
+        self._expected_tokens += shared_tokens
+        self._found_tokens += min(shared_tokens, cached_tokens)
         if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
             # Such a row proves nothing. Its prefix may be in another scheduler's cache, or it was sent before
             # the last correction.
             return None
         self._followers += 1
-        if cached < expected / 2:  # a few cached tokens, such as a common system prompt, are not a hit
+        # A few cached tokens, such as a common system prompt, are not a hit.
+        if cached_tokens < shared_tokens / 2:
             self._missed += 1
             # The prefix was computed before the row was sent, and was missing later. So it was evicted.
             self._evicted += leader.prefix_ready_at < row.sent_at

@@ -430,10 +430,10 @@ class ConcurrencyLimits:
         new_shares = shares(self.routes, remaining, unreachable)
         decisions: list[Decision] = []
         for route, new_share in zip(self.routes, new_shares, strict=True):
-            before, window = route.share, self._wanted(route)
+            old_share, window = route.share, self._wanted(route)
             share = route.share = self._soon_used(route, new_share)
             # Report a share only when it begins to limit the server.
-            was_limited = before is not None and before < window
+            was_limited = old_share is not None and old_share < window
             if share < window and not was_limited:
                 why = f"the route's share of the {remaining} remaining rows"
                 decisions.append(
