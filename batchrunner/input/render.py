@@ -535,7 +535,8 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             with faults.collect():
                 _check_type(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
         if name in {"lora_path", "tool_choice"}:
-            # These fields are not sampling parameters.
+            # These fields of the job are not sampling parameters; `_other_fields` returns their values. Only
+            # their columns are checked here.
             continue
         if isinstance(value, FromColumn):
             columns[name] = value.column

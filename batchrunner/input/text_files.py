@@ -74,8 +74,9 @@ def batches_of_file(
     skip_bom(source)
     if batch_rules:
         name = Path(path).name
+        requests = request_lines(read_lines(source), name)
         return _object_batches(
-            checked_requests(request_lines(read_lines(source), name), name, batch_rules),
+            checked_requests(requests, name, batch_rules),
             name,
             types=dict.fromkeys(BATCH_COLUMNS, "string"),
             object_name="request",

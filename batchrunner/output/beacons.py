@@ -198,15 +198,15 @@ class BeaconWatch:
         now = time.monotonic()
         # In an object store, a rename creates a new object and then deletes the old one. If the worker is
         # killed in between, both names remain. The newest counts.
-        beacons: dict[str, list[tuple[int, str, str]]] = {}
+        beacons: dict[str, list[tuple[int, str, str]]] = {}  # by worker: seconds, token and name
         for match in filter(None, map(_NAME.fullmatch, names)):
             task, token, seconds = match.groups()
             if task != self._run_dir.task:
                 beacons.setdefault(task, []).append((int(seconds), token, match[0]))
-        before, self._sightings = self._sightings, {}
+        last_sightings, self._sightings = self._sightings, {}
         for task, beacons_of_task in beacons.items():
             seconds, token, _ = max(beacons_of_task)
-            sighting = before.get(task)
+            sighting = last_sightings.get(task)
             if sighting is None or sighting.token != token:
                 sighting = _Sighting.first(token, seconds, now)
             elif seconds > sighting.seconds:

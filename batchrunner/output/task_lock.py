@@ -466,7 +466,7 @@ def hold_task(
                     run_dir.store.bring_results([run_dir.task])
             yield lock
     except TaskLockLostError:
-        raise
+        raise  # the error says already that the lock was lost
     except (InputError, OutputError, ResumeError, StorageError) as failure:
         _raise_if_lost(lock, failure)
         raise
