@@ -116,7 +116,7 @@ def find_files(
             else:
                 files, is_directory = _remote_files(fs, path)
         except InputError:
-            # This error names the path already. `read_errors` below may be a superclass of it.
+            # This error names the path already. `read_errors` may contain its base class Exception.
             raise
         except read_errors(fs) as failure:
             # The path exists but cannot be read, for example for lack of permission.

@@ -466,7 +466,8 @@ def hold_task(
                     run_dir.store.bring_results([run_dir.task])
             yield lock
     except TaskLockLostError:
-        raise  # the error says already that the lock was lost
+        # It is a StorageError too, and says already that the lock was lost.
+        raise
     except (InputError, OutputError, ResumeError, StorageError) as failure:
         _raise_if_lost(lock, failure)
         raise

@@ -322,6 +322,7 @@ class LeasedRows(TaskRows):
                 self._leases.refresh()
                 stored = read_done(dead).rows
                 unfinished = [(lease, lease.rows - stored) for lease in self._leases.held_by(task)]
+                # Only the worker that holds the lock may end the leases.
                 lock.verify()
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
@@ -448,6 +449,8 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
     main = prepared.run_dir.of_task()
     with hold_task(main, control.sleep) as lock:  # no run without --join may start meanwhile
         recover(main, lock, prepared.results_schema)
+        # If all plans have ended, each of their rows has a result. A result that is not visible yet would be
+        # planned again.
         expected_rows = leases.plan.rows_total if leases.plan and is_done else 0
         stored = _stored_by_all(main, expected_rows, control)
         leased = None if is_done else leases.rows()

@@ -230,8 +230,11 @@ class Reuse:
             parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
         )
         stored.create_view("stored")
+        # Join the requests of this run with the stored answers of equal requests. Truncated answers are left
+        # out, unless this job keeps them.
         insert(database, "asked", _ASKED, self._requests(selected, missing))
-        database.execute(_JOIN.format(good=_ALL if prepared.answers.on_length == "keep" else _UNCUT))
+        condition = _ALL if prepared.answers.on_length == "keep" else _UNCUT
+        database.execute(_JOIN.format(good=condition))
         with closing(DatasetReader(prepared.dataset, prepared.renderer.columns)) as reader:
             for answers in database.sql(_ANSWERS).to_arrow_reader(chunk_rows):
                 position = 0

@@ -538,7 +538,8 @@ class Run:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
         # If rows of this worker remain, only those are reported.
-        report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
+        rows_of_others = 0 if report.rows_left else held + unheld
+        report = replace(report, rows_of_others=rows_of_others)
         verdict = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:
             report = self._counted_on_disk(report)

@@ -349,8 +349,12 @@ def _higher_fraction(server: Server) -> list[float]:
     SGLang's tuning guides (2.5 of 5 GB). Servers on an H200 took 2.0 to 2.5 GB more once they were ready
     (docs/benchmarks.md).
     """
-    present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb or 0.0
-    if present is None or spare_gb is None or spare_gb - FRACTION_STEP * card < server.band.low / 2:
+    present, spare_gb = server.now("mem-fraction-static"), server.spare_gb
+    card_gb = server.facts.card_gb or 0.0
+    if present is None or spare_gb is None:
+        return []
+    spare_after_step_gb = spare_gb - FRACTION_STEP * card_gb
+    if spare_after_step_gb < server.band.low / 2:
         return []
     advised = _good_fraction(server) if spare_gb > server.band.high else []
     fractions = dict.fromkeys([*advised, round(present + FRACTION_STEP, 3)])
@@ -485,8 +489,10 @@ def state_args(
     sets_running = without_cache and server.facts.number("max_running_requests")
     if server.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(server.facts, "max-mamba-cache-size", slots))}
-    # One slot more is counted, so that rounding leaves at least `slots`.
-    new_share = (slots + 1) * size * (server.facts.state_share or 0.0) / pool.slots
+    # Share of both pools' memory that the state pool takes now, and will take. It grows with the number of
+    # slots and with the size of a state. One slot more is counted, so that rounding leaves at least `slots`.
+    present_share = server.facts.state_share or 0.0
+    new_share = (slots + 1) * size * present_share / pool.slots
     # The flag is the memory of the state pool, divided by that of the KV pool.
     ratio = new_share / (1 - new_share)
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
@@ -1322,14 +1328,16 @@ def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str,
     Empty if too little memory would remain for the weights and a useful KV pool.
     """
     args = next_setting(sign, name, server, flags)
-    # The value may take memory that is free beyond the guides' minimum. The KV pool gives the rest.
+    # The value may take memory that is free beyond the minimum in SGLang's tuning guides. The KV pool gives
+    # the rest.
     missing_gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
     if server.spare_gb is not None:
         missing_gb -= max(0.0, server.spare_gb - server.band.low)
-    present, card = server.now("mem-fraction-static"), server.facts.card_gb
-    if server.facts.on_cpu or present is None or not card or missing_gb <= 0:
+    present, card_gb = server.now("mem-fraction-static"), server.facts.card_gb
+    if server.facts.on_cpu or present is None or not card_gb or missing_gb <= 0:
         return args
-    target = round(present - math.ceil(100 * missing_gb / card) / 100, 3)
-    if not args or target <= least_fraction(server.facts):
+    # The fraction falls by whole hundredths, rounded up.
+    lower_fraction = round(present - math.ceil(100 * missing_gb / card_gb) / 100, 3)
+    if not args or lower_fraction <= least_fraction(server.facts):
         return {}
-    return args | flags.setting("mem-fraction-static", target)
+    return args | flags.setting("mem-fraction-static", lower_fraction)

@@ -101,7 +101,7 @@ class Rule:
         if finding.fine:
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
-        # Without a change of its own, the finding stands for the next value of the rule's flag.
+        # A finding that names no change itself advises the next value of the rule's flag.
         if self.flag and finding.args is None and not finding.change:
             args = next_setting(self.on, self.flag, server, flags)
         change = finding.change or command_line(args)
