@@ -122,7 +122,11 @@ def tools_in(column: str, choice: Any, value: Any) -> Tools | None:
     `choice` is the job's `tool_choice`. Raises RowRefusedError for an invalid list of tools.
     """
     label = f"prompt.tools: column {column!r}"
-    value = _parsed(label, value) if isinstance(value, str) else _without_nulls(value)
+    if isinstance(value, str):
+        # CSV has an empty text in place of a null.
+        value = _parsed(label, value) if value.strip() else None
+    else:
+        value = _without_nulls(value)
     if value is None or value == []:
         return None
     problem = tool_problem(value)
