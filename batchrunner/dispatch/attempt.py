@@ -376,6 +376,7 @@ def control_for(record: RouteRecord, refused: Request) -> Request:
     request = record.last or refused
     prompt: Any = request.prompt
     if request.kind == "body":
+        # A request of a batch file keeps only its endpoint. Its body becomes a short one.
         name, content = _PROMPTS.get(prompt.path, ("prompt", "1"))
         prompt = prompt._replace(content=orjson.dumps({name: content, "max_tokens": 8}))
     elif record.last is None:  # the refused request may be expensive, so it is shortened

@@ -172,6 +172,7 @@ class BundleSize:
         """Time at which the measuring period began; None before the first row."""
         self._burst_began = 0.0
         self._burst = 0
+        """Number of rows that have ended in the present burst."""
         self._ended = 0
         """Number of rows in the finished bursts of this measuring period."""
         self._squares = 0
@@ -442,6 +443,7 @@ class BundleSenders:
         most_tokens = job.sampling.max_new_tokens
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
         self._one_by_one: str | None = None
+        """Why no rows share a request; None if they may."""
         # Without decoding, a bundle gets a single reply, so the engine's reasons against bundles do not
         # apply.
         if passes is None:

@@ -771,6 +771,8 @@ class Reorderer:
             return
         task = primes.get(leader)
         if task is None:
+            # The leader may share a shorter prefix with a leader of its own, which is computed a round
+            # earlier.
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
             task = PrimeTask(leader, round_, on_every_replica=self.caches == 1)
         # A row outside the leader's group may go to any replica, so each replica needs the prefix.

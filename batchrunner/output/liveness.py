@@ -97,12 +97,12 @@ class LivenessMonitor:
         The result is also False if no process holds the lock: it was released, or the name in `owner` is
         still incomplete after UNNAMED_AFTER_S. Raises OSError if the run's store does not answer.
         """
-        before, now = self._last_seen, self._clock()
+        seen_before, now = self._last_seen, self._clock()
         if now - self._looked_at >= self._pause_s:
             self._last_seen, self._looked_at = self._look(), now
-        if self._last_seen != before:
+        if self._last_seen != seen_before:
             # A change is a heartbeat if `owner` exists before and after it.
-            old_owner_content, _ = before
+            old_owner_content, _ = seen_before
             self._has_beaten = bool(old_owner_content and self.owner_content)
             self._changed_at = now
         silent_s = now - self._changed_at

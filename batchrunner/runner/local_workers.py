@@ -172,6 +172,7 @@ def _error_of(code: int, output: IO[bytes], errors: IO[bytes]) -> BatchrunError:
     """
     output.seek(0)
     errors.seek(0)
+    # With --json, a process prints its report or its error. It prints nothing if it was killed.
     result: dict[str, Any] = {}
     with contextlib.suppress(ValueError):
         result = json.loads(output.read())

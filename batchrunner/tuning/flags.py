@@ -324,14 +324,14 @@ def _good_fraction(server: Server) -> list[float]:
     It also leaves room for the weights and a useful KV pool. The list is empty if this value would move the
     flag in the wrong direction.
     """
-    present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
-    if present is None or spare_gb is None or not card:
+    present, spare_gb, card_gb = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
+    if present is None or spare_gb is None or not card_gb:
         return []
     # Free memory beyond the amount that SGLang's guides advise.
     surplus_gb = spare_gb - server.band.good
     is_raise = surplus_gb > 0
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
-    steps = math.floor(surplus_gb / card / FRACTION_STEP)
+    steps = math.floor(surplus_gb / card_gb / FRACTION_STEP)
     if is_raise:
         # Callers ask for a larger fraction only if far more memory is free than advised, so one step is safe.
         steps = max(1, steps)
@@ -466,11 +466,11 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     if pool is None or not share or server.running < 1:
         return 0
     # A request takes these fractions of the two pools' common memory, for its states and for its tokens.
-    states = per_request * size * share / pool.slots
-    tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
-    most_in_both = 1 / (states + tokens)
+    share_for_states = per_request * size * share / pool.slots
+    share_for_tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
+    most_in_both = 1 / (share_for_states + share_for_tokens)
     # The state pool gets at most the fraction MOST_STATES of the memory.
-    most_with_states = MOST_STATES / states
+    most_with_states = MOST_STATES / share_for_states
     return int(min(most_in_both, most_with_states, MOST_RUNNING)) * per_request
 
 
@@ -658,9 +658,10 @@ def _other_layouts(server: Server) -> list[int]:
     facts, sizes = server.facts, []
     if facts.attn_dp != 1:
         return []
-    # With half as many GPUs, each holds twice its present share of the weights.
-    more_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
-    if facts.tp > 1 and least_fraction(facts) + more_weights < HIGHEST_FRACTION:
+    # With half as many GPUs, each holds twice its present share of the weights. This is the fraction of its
+    # memory that the second share takes.
+    further_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
+    if facts.tp > 1 and least_fraction(facts) + further_weights < HIGHEST_FRACTION:
         sizes.append(facts.tp // 2)
     # A replica of twice the size needs as many idle GPUs as it has now.
     if facts.idle_gpus >= facts.gpus:

@@ -141,7 +141,9 @@ class _WorkerReader:
                 case "start":
                     if self._start and not _have_same_flags(self._start, event):
                         self._restart()
-                    self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
+                    self._start = event
+                    # At each start of the run, ports may change and counts begin at 0.
+                    self._tracks, self._retractions, self._began = {}, 0, None
                 case "engine_died" | "engine_hangs":
                     # A restarted server first fills up again.
                     self._began = None
