@@ -92,7 +92,7 @@ class TimeLeft:
         Without an estimate, the result is None until as many rows have ended as are in flight, because quick
         rows end first. While no further row ends, the time counts down. It is None once it would be negative.
         """
-        # The input is still being read or sorted, so the clock has not started.
+        # As long as the input is being read or sorted, the clock does not run.
         if not done and not in_flight:
             self._began = self._ended = now
         if done > self._done:

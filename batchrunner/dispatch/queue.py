@@ -495,7 +495,8 @@ class Backlog:
             row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
             if row is None or row.is_wanted:
                 break
-            # The row's rollout has ended, so the row is dropped. A suspect was counted as in flight above.
+            # The row's rollout has ended, so the row is dropped. If it is a suspect of engine deaths, it was
+            # counted as in flight above.
             if row.deaths:
                 self._poison.leave_flight(row)
         if route.held and route not in self._releasing:  # `take` has moved rows from another route.

@@ -584,8 +584,8 @@ class SourceFile:
     def _unreadable(self, failure: Exception) -> BatchrunError:
         """Return the error for an unreadable file, with a hint at the likely cause."""
         name, hint = self.path, None
-        # The file is on the Hugging Face Hub (hf://).
         if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
+            # The file is on the Hugging Face Hub (hf://).
             name = f"hf://{without_commit(self.path)}"
             hint = "if the dataset's page on the Hub asks for it, request access there, and set HF_TOKEN"
         elif self.format.compression == "zstd" and "too much memory" in str(failure):

@@ -161,7 +161,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         values["output"] = of_completions(texts)
         values["finish_reason"] = of_completions(reasons)
         values["completion_tokens"] = of_completions(output_tokens)
-        # A row that `prompt.python` left out has no answer, but the finish reason LEFT_OUT.
+        # A row that `prompt.python` left out has no answer, but gets the finish reason LEFT_OUT.
         if None in values["finish_reason"]:
             left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
             values["finish_reason"] = [

@@ -404,8 +404,8 @@ def join(
                 leases.refresh()  # another worker may just have made a plan
                 plans_before = len(leases.plans)
                 _plan(prepared, start, leases, control)
-                # No plan was written: every row is in a plan already.
                 if len(leases.plans) == plans_before:
+                    # No plan was written, because every row is in a plan already.
                     break
     assert leases.plan is not None
     _check_plan(leases, prepared)

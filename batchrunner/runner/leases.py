@@ -242,7 +242,8 @@ class Leases:
         turn = self._turn(number)
         if turn:
             return len(self._rows(number, turn))
-        # In a sorted copy each position is one row, so the rows need not be read to count them.
+        # In a sorted copy (`plan.order`) each position is one row, so the rows are counted without reading
+        # them.
         if plan.order:
             return len(positions)
         return plan.rows.range_cardinality(positions.start, positions.stop)

@@ -533,7 +533,7 @@ class Run:
         work, info = self.work, self.engine.info
         report = make_report(self.prepared.run_dir, work.done_before, work.rows.total, work.counts)
         held = unheld = 0
-        # The exit code depends on whether other workers do the remaining rows.
+        # If this worker did not fail, its exit code depends on whether other workers do the remaining rows.
         if end.failure is None:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()

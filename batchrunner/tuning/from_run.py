@@ -72,7 +72,7 @@ def read_run(run: Path | RunDir) -> Situation:
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    # The run did not start this server, so its log is not here.
+    # If the run did not start this server, there is no log of it. run.json has the most important fact.
     if server.ready is None and facts["engine"].get("memory_caps_running"):
         server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")

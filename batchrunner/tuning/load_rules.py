@@ -181,7 +181,7 @@ def running_capped(situation: Situation, _: Flags) -> Finding | None:
     # SGLang's own defaults never exceed MOST_RUNNING, so no higher limit is advised.
     if not frequent(situation.load, "capped") or situation.fills_up or not 0 < most < MOST_RUNNING:
         return None
-    # The state pool is the limit. A higher `max_running_requests` would not enlarge it.
+    # If the state pool is the limit, a higher `max_running_requests` does not help.
     if situation.waits_for_states:
         return None
     return Finding(
@@ -402,7 +402,8 @@ def cuda_graph(situation: Situation, flags: Flags) -> Finding | None:
     if situation.facts.graph_disabled:
         cause = "the server's arguments switch CUDA graphs off"
         args = next_setting("graph-off", "cuda-graph-backend-decode", situation.server, flags)
-        # The older flag --disable-cuda-graph would override the new flag, so it is removed.
+        # If the server has the older flag --disable-cuda-graph, it would override the new flag, so it is
+        # removed instead.
         if situation.facts.arguments.get("disable_cuda_graph"):
             args = {"disable-cuda-graph": None}
     else:

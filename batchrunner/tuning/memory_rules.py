@@ -152,7 +152,7 @@ def killed(situation: Situation, flags: Flags) -> Finding | None:
 def crashed(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the server died of an error that no flag is known to cure."""
     died = situation.facts.died
-    # Other rules judge a killed process, and memory that ran out.
+    # If the process was killed, or memory ran out, other rules judge its death.
     if died is None or died.killed or situation.facts.last_trouble:
         return None
     return Finding(

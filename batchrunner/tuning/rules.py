@@ -578,7 +578,7 @@ def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
     rules_with_change = {advice.rule for advice in all_advice if advice.change}
     silenced = set[str]()
     for rule, silenced_rules in SILENCES.items():
-        # A rule that is silenced itself silences no other rule.
+        # A rule silences others only if it is not silenced itself.
         if rule in rules_with_change and rule not in silenced:
             silenced.update(silenced_rules)
     remaining = [advice for advice in all_advice if not (advice.change and advice.rule in silenced)]

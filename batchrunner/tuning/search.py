@@ -210,7 +210,7 @@ class Search:
         """Tell whether the best setting is faster than the job's own flags, by all trials of both."""
         if self.best is self.own:
             return "no faster"
-        # The job's own flags failed in their last trial, so the best flags win.
+        # If the job's own flags failed in their last trial, the best flags win.
         if not self.own.newest.is_speed:
             return "faster"
         has_fuller_passes = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(

@@ -30,8 +30,8 @@ def is_public(text: str) -> bool:
     """Tell whether an IP address is public: not this machine, not a private network, not link-local."""
     # Cut off the zone of an IPv6 address, such as %eth0 in fe80::1%eth0.
     address = ip_address(text.partition("%")[0])
-    # The IPv4 address in the last 32 bits decides.
     if any(address in network for network in _OF_IPV4):
+        # The IPv6 address stands for the IPv4 address in its last 32 bits.
         address = ip_address(int(address) & 0xFFFFFFFF)
     return address.is_global and not address.is_multicast and address not in _TUNNEL
 
