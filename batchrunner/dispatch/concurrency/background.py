@@ -219,9 +219,9 @@ class BackgroundController(Controller):
         """
         if self._yields and not self.users:
             return slots + ahead
-        # `spare` of the law in the module's docstring.
-        spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
-        self._spare = math.ceil(min(spare, MOST_SPARE * slots))
+        # Slots that stay free for users who come soon; see `spare` in the module's docstring.
+        wanted_spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
+        self._spare = math.ceil(min(wanted_spare, MOST_SPARE * slots))
         return max(1, slots - self._spare)
 
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:

@@ -1020,10 +1020,10 @@ class AttachedServers(HttpEngine):
         """Send rows to `urls`, the workers that the gateway lists now, and no more rows to other workers."""
         for endpoint in self.serving:
             if endpoint.url not in urls:
-                log.info("%s gets no more rows: the gateway no longer lists it", endpoint.url)
+                log.info("%s gets no more rows, because the gateway no longer lists it", endpoint.url)
                 endpoint.set_listed(is_listed=False)
         for url in set(urls).difference(self.replicas):
-            log.info("%s gets rows: the gateway lists it", url)
+            log.info("%s gets rows from now on, because the gateway lists it", url)
             if url in self.endpoints:
                 self.endpoints[url].set_listed(is_listed=True)
             else:
