@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+COPY_PREFIX = "order-"
+"""Beginning of the names of sorted copies."""
 _ABOUT = b"batchrunner"
 """Key of `about` in the metadata of the Parquet file."""
 
@@ -334,7 +336,7 @@ def prepare_order(
     decision = decide_order(job_input, rows, check_stop)
     if decision.order == "input" or not rows:
         return None, decision
-    path = directory / f"order-{writer}.parquet"
+    path = directory / f"{COPY_PREFIX}{writer}.parquet"
     began = time.monotonic()
     log.info("sorting %s rows", f"{len(rows):,}")
     about = {
@@ -365,7 +367,7 @@ def find_sorted_copy(
     if wanted_order == "auto":
         # With `auto`, an earlier start wrote a copy only if it decided on "prefix".
         wanted_order = "prefix"
-    for path in directory.glob("order-*.parquet"):
+    for path in directory.glob(f"{COPY_PREFIX}*.parquet"):
         try:
             copy = SortedCopy(path)
             # An empty model is not compared, because the order does not depend on the model.
@@ -382,7 +384,7 @@ def find_sorted_copy(
 
 def remove_sorted_copies(directory: Path) -> None:
     """Delete all sorted copies in a directory, also unfinished ones; raise OSError."""
-    for path in directory.glob("*order-*"):
+    for path in directory.glob(f"*{COPY_PREFIX}*"):
         # `*` also matches hidden files, which are unfinished copies.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -22,6 +22,7 @@ from batchrunner.output.holder import LockHolder, parse_holder, this_process
 from batchrunner.output.liveness import (
     DEAD_AFTER_S,
     FRESH_S,
+    HEARTBEAT_S,
     STORE_FRESH_S,
     LivenessMonitor,
     judge_holder,
@@ -35,10 +36,11 @@ _NAME = re.compile(r"alive\.(.+)\.([0-9a-f]+)\.(\d{6,})")
 OWNERS_READ = 8
 """Maximum number of workers whose `owner` is read after a listing, the longest silent ones. `owner` shows at
 once that a worker on this machine was killed, whereas its heartbeats show it only after DEAD_AFTER_S."""
-SILENCE_S = DEAD_AFTER_S - 5.0
+SILENCE_S = DEAD_AFTER_S - HEARTBEAT_S
 """Seconds since the last heartbeat after which a worker is dead. An observer takes a heartbeat to be later
-than it was, by up to the pause between two heartbeats. On a file system that is 5 s, so a take-over begins
-within DEAD_AFTER_S of a death. In an object store it is 15 s, so a take-over begins up to 10 s later."""
+than it was, by up to the pause between two heartbeats. On a file system that is HEARTBEAT_S, so a take-over
+begins within DEAD_AFTER_S of a death. In an object store it is STORE_HEARTBEAT_S, so a take-over begins up to
+10 s later."""
 
 
 class Beacon:

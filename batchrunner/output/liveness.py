@@ -22,6 +22,10 @@ from batchrunner.output.samples import LoggedSample
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats on a file system."""
+STORE_HEARTBEAT_S = 15.0
+"""Seconds between two heartbeats in an object store, which makes 240 requests an hour."""
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which the holder of a task's lock counts as dead. NFS may show an old
 file for 60 s, so a shorter time would not be safe."""
@@ -33,9 +37,8 @@ SHORT_POLL_S = 0.2
 """Pause in seconds between two polls while a change is expected within moments."""
 LOOK_S = 5.0
 """Minimum seconds between two reads of `owner` in an object store: at most 720 requests an hour."""
-FRESH_S = 15.0
-"""Seconds after a heartbeat in a file during which the process that wrote it counts as running: the time of
-three heartbeats."""
+FRESH_S = 3 * HEARTBEAT_S
+"""Seconds after a heartbeat in a file during which the process that wrote it counts as running."""
 STORE_FRESH_S = 40.0
 """Seconds after a heartbeat in an object store during which the process that wrote it counts as running."""
 SILENT_S = 300.0

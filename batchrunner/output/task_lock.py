@@ -45,8 +45,10 @@ from batchrunner.output.holder import (
     this_process,
 )
 from batchrunner.output.liveness import (
+    HEARTBEAT_S,
     LOOK_S,
     SHORT_POLL_S,
+    STORE_HEARTBEAT_S,
     LivenessMonitor,
     look_at_files,
     read_bytes,
@@ -58,10 +60,6 @@ if TYPE_CHECKING:
     from batchrunner.output.beacons import Beacon
     from batchrunner.output.objects import RunObjects
 
-HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats on a file system."""
-STORE_HEARTBEAT_S = 15.0
-"""Seconds between two heartbeats in an object store, which makes 240 requests an hour."""
 TRUSTED_S = 45.0
 """Seconds for which a process may rely on its lock in an object store after it wrote a heartbeat. Other
 processes take the lock over only after a silence of DEAD_AFTER_S, which is longer."""

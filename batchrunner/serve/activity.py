@@ -32,8 +32,8 @@ class Activity:
 
     def __init__(self) -> None:
         """Begin without runs and without load."""
-        self.running: dict[str, RunSample] = {}
-        """Newest state of each batch that uses the engine, by its ID; the batch that began first is first."""
+        self.runs: dict[str, RunSample] = {}
+        """Newest state of each batch's run on the engine, by ID of the batch; the run that began first is first."""
         self._points = deque[LoadPoint](maxlen=MOST_POINTS)
 
     def update(self, batch_id: str, sample: RunSample, now: float) -> None:
@@ -41,11 +41,11 @@ class Activity:
 
         If the newest point of the engine's load is 5 s old, a new point is added from this state.
         """
-        self.running[batch_id] = sample
+        self.runs[batch_id] = sample
         # The difference is negative if the clock was set back.
         if self._points and 0 <= now - self._points[-1].time < POINT_EVERY_S:
             return
-        runs, schedulers = self.running.values(), sample.signals
+        runs, schedulers = self.runs.values(), sample.signals
         self._points.append(
             LoadPoint(
                 time=round(now, 1),
@@ -59,7 +59,7 @@ class Activity:
 
     def end(self, batch_id: str) -> None:
         """Forget the run of a batch, which no longer uses the engine."""
-        self.running.pop(batch_id, None)
+        self.runs.pop(batch_id, None)
 
     def load_since(self, since: float) -> dict[str, list[float | None]]:
         """Return the points after the Unix time `since` as one list for each field of LoadPoint."""

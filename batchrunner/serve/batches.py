@@ -115,7 +115,7 @@ class Batches:
         """Control and asyncio task of each unfinished batch, by ID of the batch."""
         self.activity = Activity()
         self._owners = owners
-        most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
+        most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // len(owners.names))
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most_running))
         """Semaphore of each owner, which a batch holds while it runs. It limits an owner's running batches.
         """

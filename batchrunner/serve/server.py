@@ -31,7 +31,7 @@ from batchrunner.serve.batches import RETRY_S, Batches
 from batchrunner.serve.batches_api import BatchesApi
 from batchrunner.serve.files_api import FilesApi
 from batchrunner.serve.metrics_api import MetricsApi
-from batchrunner.serve.owners import ONLY_OWNER, Owner, Owners
+from batchrunner.serve.owners import ONLY_OWNER, Owner, Owners, seconds_left_of_day
 from batchrunner.serve.page_api import PageApi
 from batchrunner.serve.records import OWNER_OF_CALL, Records
 from batchrunner.serve.state import State
@@ -48,7 +48,7 @@ balancers and orchestrators, which have no key."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
-"""Interval in seconds at which expired files are deleted and the numbers of used tokens are saved."""
+"""Maximum interval in seconds at which expired files are deleted and the numbers of used tokens are saved."""
 
 
 class Api:
@@ -184,7 +184,10 @@ def _check_options(directory: Path, *, host: str, key: str, keys: Path | None) -
 
 
 async def _sweep_until(stop_event: asyncio.Event, state: State, owners: Owners) -> None:
-    """Delete expired files and save the used tokens, once a minute, until the event is set."""
+    """Delete expired files and save the used tokens, once a minute and at midnight, until the event is set.
+
+    At midnight (UTC), this resets the used tokens of the day, so that paused batches resume.
+    """
     while not stop_event.is_set():
         try:
             await state.delete_expired()
@@ -192,7 +195,7 @@ async def _sweep_until(stop_event: asyncio.Event, state: State, owners: Owners) 
         except StorageError as failure:
             log.warning("%s; the next try is in %g s", failure, SWEEP_S)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop_event.wait(), SWEEP_S)
+            await asyncio.wait_for(stop_event.wait(), min(SWEEP_S, seconds_left_of_day()))
 
 
 async def serve(
