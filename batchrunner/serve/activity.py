@@ -33,7 +33,7 @@ class Activity:
     def __init__(self) -> None:
         """Begin without runs and without load."""
         self.runs: dict[str, RunSample] = {}
-        """Newest state of each batch's run on the engine, by ID of the batch; the run that began first is first."""
+        """Newest state of each batch's run on the engine, by ID of the batch, oldest run first."""
         self._points = deque[LoadPoint](maxlen=MOST_POINTS)
 
     def update(self, batch_id: str, sample: RunSample, now: float) -> None:
