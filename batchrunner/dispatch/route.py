@@ -99,9 +99,11 @@ class Route:
     """Speed of the route relative to the others: a count of the rows that ended on it recently."""
     kept: deque[Any] = field(default_factory=deque)
     """Rows (`PendingRow`) that wait for this route because their prefix is cached there."""
+    held: deque[Any] = field(default_factory=deque)
+    """Rows that moved here from another route, and wait until this route has computed their prefix."""
     promised: int = 0
-    """Number of rows that this route is going to send: the rows in `kept`, and those rows of its prefix
-    groups that have not reached the queue yet."""
+    """Number of rows that this route is going to send: the rows in `kept` and `held`, and those rows of its
+    prefix groups that have not reached the queue yet."""
     record: RouteRecord = field(default_factory=RouteRecord)
     doubt: Doubt | None = None
     """Evidence against the route from rows that failed since its last answer; None without such rows."""
