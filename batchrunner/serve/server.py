@@ -102,6 +102,9 @@ class Api:
         ]
         for method, path, handler in handlers:
             app.router.add_route(method, path, handler)
+            if method == "GET":
+                # Some monitors check health by HEAD.
+                app.router.add_route("HEAD", path, handler)
         return app
 
     @web.middleware

@@ -391,6 +391,36 @@ def test_files_expire(tmp_path: Path) -> None:
         assert [each.id for each in server.client.files.list()] == [kept]
 
 
+def test_forms_of_uploads(tmp_path: Path) -> None:
+    """A body may be compressed or chunked; a lifetime is in brackets or, as Azure documents it, has dots."""
+    content = requests_of(1)
+    names = ("expires_after[{}]", "expires_after.{}")
+    with serving(tmp_path / "state", *FAST) as server:
+        for name in names:
+            data = {"purpose": "batch", name.format("anchor"): "created_at", name.format("seconds"): "3600"}
+            form = httpx.Request("POST", f"{server.url}/files", files={"file": ("a", content)}, data=data)
+            body, headers = form.read(), {"Content-Type": form.headers["Content-Type"]}
+            zipped = {**headers, "Content-Encoding": "gzip"}
+            chunks = (body[at : at + 100] for at in range(0, len(body), 100))
+            for sent, sent_headers in ((body, headers), (gzip.compress(body), zipped), (chunks, headers)):
+                reply = httpx.post(f"{server.url}/files", content=sent, headers=sent_headers, trust_env=False)
+                assert reply.status_code == 200, reply.text
+                file = reply.json()
+                assert file["expires_at"] == file["created_at"] + 3600
+                assert server.client.files.content(file["id"]).content == content
+
+
+def test_calls_by_head(tmp_path: Path) -> None:
+    """What GET answers, HEAD answers without the body, also for a file's content; nothing else changes."""
+    with serving(tmp_path / "state", *FAST) as server:
+        file, address = server.upload(requests_of(1)), server.url.removesuffix("v1")
+        for path in ("", "health", "ready", "metrics", "v1/files", f"v1/files/{file}/content"):
+            reply = httpx.head(address + path, trust_env=False)
+            assert (path, reply.status_code, reply.content) == (path, 200, b"")
+            assert int(reply.headers["Content-Length"]) > 0
+        assert httpx.head(f"{address}v1/batches/none", trust_env=False).status_code == 404
+
+
 def test_files_without_a_lifetime_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a second begins while it is looked which have expired."""
     state = State(tmp_path)
