@@ -317,11 +317,9 @@ class DispatchQueue:
         A kept row waits for the route that has its prefix in the cache. The other route asks for a row, and
         has `in_flight` requests in flight.
         """
-        if route.held:  # The rows that it took last are not even sent yet.
-            return None
         busiest = max(self._routes, key=lambda route: len(route.kept))
         kept_rows = len(busiest.kept)
-        if not kept_rows:
+        if not kept_rows or route.held:  # Held rows are rows that the route has just taken from another one.
             return None
         # A suspended route cannot send its kept rows itself, so another route may take them.
         if busiest.is_suspended:
