@@ -233,6 +233,8 @@ class Batches:
             engine=self._engine,
             control=control,
             account=self._owners.account_of(_owner_of(batch)),
+            # IDs sort by age. After a restart, an old batch may be ready later than a new one.
+            rank=batch["id"],
         )
         # The report has exact counts. Those of the last progress may be a second old.
         batch["request_counts"] = request_counts(
