@@ -37,6 +37,8 @@ from batchrunner.serve.records import OWNER_OF_CALL, Records
 from batchrunner.serve.state import State
 
 log = logging.getLogger(__name__)
+http_log = logging.getLogger(f"{__name__}.http")
+"""Log of aiohttp's server."""
 
 API_KEY_VARIABLE = "BATCHRUN_API_KEY"
 """Environment variable with the API key that clients must send."""
@@ -186,6 +188,15 @@ def _check_options(directory: Path, *, host: str, key: str, keys: Path | None) -
         raise JobError(f"--dir {directory}: is a URI", hint="give a directory")
 
 
+def _is_no_bad_request(record: logging.LogRecord) -> bool:
+    """Tell whether a record of `http_log` is about anything but a request that is no valid HTTP.
+
+    The client gets the error of such a request. The error quotes the request, perhaps with an API key, so it
+    must not be logged.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 async def _sweep_until(stop_event: asyncio.Event, state: State, owners: Owners) -> None:
     """Delete expired files and save the used tokens, once a minute and at midnight, until the event is set.
 
@@ -264,7 +275,8 @@ async def serve(
             most_bytes=most_bytes,
             most_files=most_files,
         )
-        runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1)
+        http_log.addFilter(_is_no_bad_request)
+        runner = web.AppRunner(api.application(), access_log=None, logger=http_log, shutdown_timeout=1)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         with using_run(address):

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,19 @@ def test_keys_are_read_again(tmp_path: Path, handler: signal.Handlers) -> None:
             anna.files.list()
         paths = [server.log, *(path for path in server.directory.rglob("*") if path.is_file())]
         assert not [path for path in paths if secret in path.read_text() or KEYS["anna"] in path.read_text()]
+
+
+def test_requests_that_are_no_http(tmp_path: Path) -> None:
+    """The client gets an error, and the log nothing: a key with a line break too many is not in it."""
+    keys = write_keys(tmp_path / "keys.yaml")
+    with serving(tmp_path / "state", "--keys", keys, *FAST) as server:
+        address = httpx.URL(server.url)
+        for line in (f"Authorization: Bearer {KEYS['anna']}\r", f"X: {KEYS['anna'] * 1000}", "no header"):
+            with socket.create_connection((address.host, address.port), PATIENCE_S) as connection:
+                connection.sendall(f"GET /v1/files HTTP/1.1\r\nHost: localhost\r\n{line}\r\n\r\n".encode())
+                assert b" 400 " in connection.makefile("rb").readline()
+        assert [*client_of(server, "anna").files.list()] == []
+        assert server.log.read_text().splitlines() == []
 
 
 WRONG_FILES = {
