@@ -337,6 +337,21 @@ def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
         assert {line["response"] for line in left} == {None}
 
 
+def test_a_cancellation_that_cannot_be_written(tmp_path: Path) -> None:
+    """The call fails, as on a full disk, and the batch goes on; so it is not cancelled later either."""
+    batches, aside = tmp_path / "state" / "batches", tmp_path / "aside"
+    with serving(tmp_path / "state", *SLOW) as server:
+        batch = server.begin(server.upload(requests_of(100, max_tokens=10)))
+        eventually(lambda: server.client.batches.retrieve(batch.id).status == "in_progress")
+        batches.rename(aside)
+        with pytest.raises(openai.InternalServerError):
+            server.client.batches.cancel(batch.id)
+        aside.rename(batches)
+        batch = server.ended(batch)
+        assert (batch.status, batch.cancelling_at) == ("completed", None)
+        assert [*map(number_of, server.lines_of(batch.output_file_id))] == [*range(100)]
+
+
 def test_a_file_is_deleted_as_a_batch_begins(tmp_path: Path) -> None:
     """One of the two calls is refused: no batch begins without its file."""
     outcomes = []
