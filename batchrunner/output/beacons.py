@@ -21,6 +21,7 @@ from batchrunner.output.holder import LockHolder, parse_holder, this_process
 from batchrunner.output.liveness import (
     DEAD_AFTER_S,
     FRESH_S,
+    HEARTBEAT_S,
     STORE_FRESH_S,
     LivenessMonitor,
     judge_holder,
@@ -36,12 +37,12 @@ OWNERS_READ = 8
 
 `owner` shows at once if a worker on this machine was killed. Heartbeats show it only after DEAD_AFTER_S.
 """
-SILENCE_S = DEAD_AFTER_S - 5.0
+SILENCE_S = DEAD_AFTER_S - HEARTBEAT_S
 """Seconds since the last heartbeat after which a worker is dead.
 
 An observer may date a heartbeat too late, by up to the pause between two heartbeats. On a file system that is
-5 s, so a worker is replaced within DEAD_AFTER_S of its death. In an object store it is 15 s, which may take
-10 s longer.
+HEARTBEAT_S, so a worker is replaced within DEAD_AFTER_S of its death. In an object store it is
+STORE_HEARTBEAT_S, which may take 10 s longer.
 """
 
 

@@ -22,6 +22,10 @@ from batchrunner.output.samples import LoggedSample
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats on a file system."""
+STORE_HEARTBEAT_S = 15.0
+"""Seconds between two heartbeats in an object store. They cost 240 requests an hour."""
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which the process that holds a worker's lock counts as dead.
 
@@ -35,8 +39,8 @@ SHORT_POLL_S = 0.2
 """Seconds between two checks while a change is expected soon."""
 LOOK_S = 5.0
 """Minimum seconds between two reads of `owner` in an object store: at most 720 requests an hour."""
-FRESH_S = 15.0
-"""Seconds after a heartbeat for which its process counts as running, on a file system: three heartbeats."""
+FRESH_S = 3 * HEARTBEAT_S
+"""Seconds after a heartbeat for which its process counts as running, on a file system."""
 STORE_FRESH_S = 40.0
 """Seconds after a heartbeat for which its process counts as running, in an object store."""
 SILENT_S = 300.0

@@ -47,8 +47,10 @@ from batchrunner.output.holder import (
     this_process,
 )
 from batchrunner.output.liveness import (
+    HEARTBEAT_S,
     LOOK_S,
     SHORT_POLL_S,
+    STORE_HEARTBEAT_S,
     LivenessMonitor,
     look_at_files,
     read_bytes,
@@ -60,10 +62,6 @@ if TYPE_CHECKING:
     from batchrunner.output.beacons import Beacon
     from batchrunner.output.objects import RunObjects
 
-HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats on a file system."""
-STORE_HEARTBEAT_S = 15.0
-"""Seconds between two heartbeats in an object store. They cost 240 requests an hour."""
 TRUSTED_S = 45.0
 """Seconds for which a process may trust its lock in an object store after a heartbeat.
 

@@ -23,7 +23,7 @@ import orjson
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Lease, rows_from_text, rows_to_text
-from batchrunner.input.sorted_copy import SortedCopy, remove_sorted_copies
+from batchrunner.input.sorted_copy import COPY_PREFIX, SortedCopy, remove_sorted_copies
 from batchrunner.output.files import create_file, make_directory
 from batchrunner.output.store import LOCAL, Store
 
@@ -53,7 +53,7 @@ class LeasePlan:
     """The order in which rows are sent, and the reason for it (fields of OrderDecision)."""
 
 
-SORTED = re.compile(r"leases/order-.*")
+SORTED = re.compile(f"leases/{COPY_PREFIX}.*")
 """Names of the sorted copies of the input, below the run's URI in an object store."""
 
 

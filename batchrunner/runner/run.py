@@ -99,13 +99,14 @@ async def execute(
     displays: Sequence[Display] = (),
     control: Control | None = None,
     account: Account | None = None,
+    rank: str = "",
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
     Without an open `engine`, the job's own engine is opened and closed. With `join`, this worker shares the
     rows with all other workers that join. With `sample`, only the rows in it are sent. The runs of an
-    `account` share its part of the open `engine`; a run without one has an account of its own. Raises
-    BatchrunError if the run could not start or go on; finished rows are kept.
+    `account` share its part of the open `engine`, in the order of their `rank`; a run without an account has
+    one of its own. Raises BatchrunError if the run could not start or go on; finished rows are kept.
     """
     start = StartOptions(fresh=fresh, retry_failed=retry_failed, join=join, sample=sample)
     control = control or Control()
@@ -185,6 +186,7 @@ async def execute(
                 control=control,
                 displays=displays,
                 account=None if engine is None else account or Account(),
+                rank=rank,
             )
             return await run.send_and_report()
 
@@ -305,6 +307,8 @@ class Run:
     displays: Sequence[Display]
     account: Account | None
     """Owner of the run, for a fair division of a shared engine. None if no other run can use the engine."""
+    rank: str
+    """Place of the run among the runs of its account; see `SendingRun`."""
     began: float = field(default_factory=time.monotonic)
     """Time at which this start of the run began, on the monotonic clock."""
 
@@ -424,6 +428,7 @@ class Run:
             adaptation=self._adaptation(load_control),
             corpora=self._corpora(load_control),
             account=self.account,
+            rank=self.rank,
         )
 
     def _adaptation(self, load_control: LoadControl) -> Adaptation | None:

@@ -37,7 +37,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Request
+from batchrunner.core.types import Request, RequestBody
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.client import HttpEngine
@@ -434,8 +434,9 @@ class ThroughGateway(HttpEngine):
         """Return None, because a gateway does not pass on `/v1/tokenize` to its workers."""
         return None
 
-    async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:  # noqa: ARG002
+    async def _name_to_send(self, endpoint: Endpoint, body: RequestBody) -> str | None:  # noqa: ARG002
         """Return the model name that the gateway knows; warn once for each unknown name in the rows."""
+        name = body.model
         if name is not None and name not in self._model_names and name not in self._names_to_send:
             log.warning("requests for the model %r are answered by %s", name, self._model_id)
             self._names_to_send[name] = self._model_id
