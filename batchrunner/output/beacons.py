@@ -21,6 +21,7 @@ from batchrunner.output.holder import LockHolder, parse_holder, this_process
 from batchrunner.output.liveness import (
     DEAD_AFTER_S,
     FRESH_S,
+    HEARTBEAT_S,
     STORE_FRESH_S,
     LivenessMonitor,
     judge_holder,
@@ -36,12 +37,12 @@ OWNERS_READ = 8
 
 `owner` shows at once if a worker on this machine was killed. Heartbeats show it only after DEAD_AFTER_S.
 """
-SILENCE_S = DEAD_AFTER_S - 5.0
+SILENCE_S = DEAD_AFTER_S - HEARTBEAT_S
 """Seconds since the last heartbeat after which a worker is dead.
 
 An observer may date a heartbeat too late, by up to the pause between two heartbeats. On a file system that is
-5 s, so a worker is replaced within DEAD_AFTER_S of its death. In an object store it is 15 s, which may take
-10 s longer.
+HEARTBEAT_S, so a worker is replaced within DEAD_AFTER_S of its death. In an object store it is
+STORE_HEARTBEAT_S, which may take 10 s longer.
 """
 
 
@@ -198,15 +199,15 @@ class BeaconWatch:
         now = time.monotonic()
         # In an object store, a rename creates a new object and then deletes the old one. If the worker is
         # killed in between, both names remain. The newest counts.
-        beacons: dict[str, list[tuple[int, str, str]]] = {}
+        beacons: dict[str, list[tuple[int, str, str]]] = {}  # by worker: seconds, token and name
         for match in filter(None, map(_NAME.fullmatch, names)):
             task, token, seconds = match.groups()
             if task != self._run_dir.task:
                 beacons.setdefault(task, []).append((int(seconds), token, match[0]))
-        before, self._sightings = self._sightings, {}
+        last_sightings, self._sightings = self._sightings, {}
         for task, beacons_of_task in beacons.items():
             seconds, token, _ = max(beacons_of_task)
-            sighting = before.get(task)
+            sighting = last_sightings.get(task)
             if sighting is None or sighting.token != token:
                 sighting = _Sighting.first(token, seconds, now)
             elif seconds > sighting.seconds:
@@ -247,7 +248,8 @@ class BeaconWatch:
         self._owners[task] = content
         holder = parse_holder(content)
         if holder is not None and holder.token != sighting.token:
-            # Another process is taking over the lock of this worker. It may die too.
+            # The beacon is from an earlier process: the worker's lock now belongs to another one, which may
+            # be dead too. So that process is polled.
             return self._poll_owner(task)
         return judge_holder(
             holder,

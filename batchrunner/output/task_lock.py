@@ -47,8 +47,10 @@ from batchrunner.output.holder import (
     this_process,
 )
 from batchrunner.output.liveness import (
+    HEARTBEAT_S,
     LOOK_S,
     SHORT_POLL_S,
+    STORE_HEARTBEAT_S,
     LivenessMonitor,
     look_at_files,
     read_bytes,
@@ -60,10 +62,6 @@ if TYPE_CHECKING:
     from batchrunner.output.beacons import Beacon
     from batchrunner.output.objects import RunObjects
 
-HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats on a file system."""
-STORE_HEARTBEAT_S = 15.0
-"""Seconds between two heartbeats in an object store. They cost 240 requests an hour."""
 TRUSTED_S = 45.0
 """Seconds for which a process may trust its lock in an object store after a heartbeat.
 
@@ -466,6 +464,7 @@ def hold_task(
                     run_dir.store.bring_results([run_dir.task])
             yield lock
     except TaskLockLostError:
+        # It is a StorageError too, and says already that the lock was lost.
         raise
     except (InputError, OutputError, ResumeError, StorageError) as failure:
         _raise_if_lost(lock, failure)
