@@ -535,7 +535,9 @@ def test_who_may_call(tmp_path: Path) -> None:
         assert status(server, "/health") == status(server, "/ready") == 200
         for path in ("/v1/files", "/metrics", "/v1/batches/x", "/v1/activity"):
             assert status(server, path) == 401
-            assert status(server, path, Authorization="Bearer wrong") == 401
+            for wrong in ("Bearer wrong", "Bearer", "Basic secret-key", "secret-key"):
+                assert status(server, path, Authorization=wrong) == 401
+        assert status(server, "/v1/files", Authorization="bearer secret-key") == 200
     with serving(tmp_path / "three", "--host", "::1", *FAST) as server:
         assert [*server.client.files.list()] == []
 
