@@ -407,7 +407,7 @@ def test_files_expire(tmp_path: Path) -> None:
 
 
 def test_forms_of_uploads(tmp_path: Path) -> None:
-    """A body may be compressed or chunked; a lifetime is in brackets or, as Azure documents it, has dots."""
+    """A body may be compressed or chunked; the fields of a lifetime have brackets or dots."""
     content = requests_of(1)
     names = ("expires_after[{}]", "expires_after.{}")
     with serving(tmp_path / "state", *FAST) as server:
