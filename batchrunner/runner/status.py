@@ -11,6 +11,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted, duration, tell
 from batchrunner.core.errors import BatchrunError
+from batchrunner.job.output import REPETITION
 from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_end, last_sample
 from batchrunner.output.liveness import holders_of, is_recent, starting_of
@@ -65,6 +66,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     rows_on_disk: int
     rows_failed: int
     rows_cut: int
+    outputs_repeating: int
     rows_reused: int
     failures: list[dict[str, object]]
     reason: str | None
@@ -127,6 +129,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
         rows_on_disk=on_disk,
         rows_failed=sum(task.rows_failed for task in tasks),
         rows_cut=sum(task.rows_cut for task in tasks),
+        outputs_repeating=sum(done.counts.finish_reasons[REPETITION] for done in stored),
         rows_reused=sum(done.counts.reused for done in stored),
         failures=sum((done.counts.failures for done in stored), start=Failures()).summary(),
         reason=end.get("reason") or None,
@@ -187,6 +190,8 @@ def _counts_line(state: RunStatus) -> str:
     total, on_disk = state.rows_total, state.rows_on_disk
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
+    if state.outputs_repeating:
+        cut += f"{state.outputs_repeating:,} stopped because they repeated themselves, "
     tokens = state.output_tokens
     # Rows without output tokens come from a task that generates no text.
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
