@@ -1,6 +1,6 @@
 """Beacons: empty files in the directory of leases that show which workers hold leases, and that they run.
 
-    alive.NAME.TOKEN.000125
+    alive.NAME.MACHINE.TOKEN.000125
 
 A worker has a beacon while it holds leases, and renames it at each heartbeat. The number is the time of the
 heartbeat in seconds by the worker's clock, which started with the worker. So one listing of the directory
@@ -22,7 +22,9 @@ from batchrunner.output.holder import LockHolder, parse_holder, this_process
 from batchrunner.output.liveness import (
     DEAD_AFTER_S,
     FRESH_S,
+    HEARTBEAT_S,
     STORE_FRESH_S,
+    STORE_HEARTBEAT_S,
     LivenessMonitor,
     judge_holder,
     monitor_of,
@@ -31,26 +33,34 @@ from batchrunner.output.liveness import (
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.store import Store
 
-_NAME = re.compile(r"alive\.(.+)\.([0-9a-f]+)\.(\d{6,})")
+_NAME = re.compile(r"alive\.(.+)\.([0-9a-f]{8})\.([0-9a-f]+)\.(\d{6,})")
 OWNERS_READ = 8
 """Maximum number of workers whose `owner` is read after a listing, the longest silent ones. `owner` shows at
-once that a worker on this machine was killed, whereas its heartbeats show it only after DEAD_AFTER_S."""
-SILENCE_S = DEAD_AFTER_S - 5.0
-"""Seconds since the last heartbeat after which a worker is dead. An observer takes a heartbeat to be later
-than it was, by up to the pause between two heartbeats. On a file system that is 5 s, so a take-over begins
-within DEAD_AFTER_S of a death. In an object store it is 15 s, so a take-over begins up to 10 s later."""
+once that a worker on this machine was killed, whereas its heartbeats show it only after `silence_s`."""
+TAKEOVER_S = 1.0
+"""Seconds that are set aside for the listing after which a worker counts as dead, and for its takeover."""
+
+
+def silence_s(heartbeat_s: float) -> float:
+    """Return the seconds since the last heartbeat after which a worker is dead.
+
+    `heartbeat_s` is the pause between two heartbeats. An observer takes a heartbeat to be later than it was,
+    by up to this pause. So the pause is a part of the time until the takeover, DEAD_AFTER_S at most. On NFS,
+    where heartbeats are 5 s apart, a listing may be 60 s old, so that a running worker seems silent for 65 s.
+    """
+    return DEAD_AFTER_S - heartbeat_s - TAKEOVER_S
 
 
 class Beacon:
     """The beacon of this worker. Its methods may be called from several threads."""
 
-    def __init__(self, directory: Path, task: str, token: str, store: Store) -> None:
+    def __init__(self, directory: Path, task: str, holder: LockHolder, store: Store) -> None:
         """Prepare the beacon; `light` creates its file, whose name shows the last heartbeat.
 
-        `directory` contains the leases. `token` is the token by which the lock of the task names this worker.
+        `directory` contains the leases. `holder` is this worker as the lock of its task names it.
         """
         self._directory = directory
-        self._prefix = f"alive.{task}.{token}"
+        self._prefix = f"alive.{task}.{holder.machine_key}.{holder.token}"
         self._store = store
         self._began = time.monotonic()
         self._seconds = 0
@@ -97,6 +107,8 @@ class _Sighting:
     """A beacon as it was last seen."""
 
     token: str
+    machine_key: str
+    """Key of the worker's machine (`LockHolder.machine_key`)."""
     seconds: int
     """Time of the last heartbeat by the worker's clock, from the newest name."""
     seen_at: float
@@ -112,9 +124,16 @@ class _Sighting:
     """Names of the beacon in the last listing: one, or two after an interrupted rename in an object store."""
 
     @classmethod
-    def first(cls, token: str, seconds: int, now: float) -> _Sighting:
+    def first(cls, *, token: str, machine_key: str, seconds: int, now: float) -> _Sighting:
         """Return the record of a beacon that a listing, at the time `now`, shows for the first time."""
-        return cls(token=token, seconds=seconds, seen_at=now, beat_at=now, offset=now - seconds)
+        return cls(
+            token=token,
+            machine_key=machine_key,
+            seconds=seconds,
+            seen_at=now,
+            beat_at=now,
+            offset=now - seconds,
+        )
 
     def move(self, seconds: int, *, now: float, looked_at: float) -> None:
         """Record a newer name, and estimate the time of the heartbeat that gave the beacon this name.
@@ -134,7 +153,7 @@ class _Sighting:
 class BeaconWatch:
     """Observes the beacons of the other workers; judges from listings which of these workers are dead.
 
-    A worker on another machine is dead if its last heartbeat was SILENCE_S ago by this machine's clock. A
+    A worker on another machine is dead if its last heartbeat was `silence_s` ago by this machine's clock. A
     worker on this machine is looked up in /proc.
     """
 
@@ -142,7 +161,9 @@ class BeaconWatch:
         """Watch the other workers of a run. `run_dir` is the RunDir of this worker."""
         self._run_dir = run_dir
         self._me: LockHolder = this_process()
-        self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S
+        is_local = run_dir.store.objects is None
+        self._fresh_s = FRESH_S if is_local else STORE_FRESH_S
+        self._silence_s = silence_s(HEARTBEAT_S if is_local else STORE_HEARTBEAT_S)
         self._looked_at = time.monotonic()
         """Time of the last call of `look`."""
         self._sightings: dict[str, _Sighting] = {}
@@ -179,7 +200,7 @@ class BeaconWatch:
         """
         now = time.monotonic()
         times = [
-            sighting.beat_at + SILENCE_S - now
+            sighting.beat_at + self._silence_s - now
             for task, sighting in self._sightings.items()
             if self._runs[task] is None
         ]
@@ -195,29 +216,35 @@ class BeaconWatch:
         now = time.monotonic()
         # In an object store, a rename creates a new object and then deletes the old one. A worker that is
         # killed in between leaves both names, of which the newest counts.
-        beacons: dict[str, list[tuple[int, str, str]]] = {}
+        beacons: dict[str, list[tuple[int, str, str, str]]] = {}
         for match in filter(None, map(_NAME.fullmatch, names)):
-            task, token, seconds = match.groups()
+            task, machine_key, token, seconds = match.groups()
             if task != self._run_dir.task:
-                beacons.setdefault(task, []).append((int(seconds), token, match[0]))
+                beacons.setdefault(task, []).append((int(seconds), token, machine_key, match[0]))
         before, self._sightings = self._sightings, {}
         for task, beacons_of_task in beacons.items():
-            seconds, token, _ = max(beacons_of_task)
+            seconds, token, machine_key, _ = max(beacons_of_task)
             sighting = before.get(task)
             if sighting is None or sighting.token != token:
-                sighting = _Sighting.first(token, seconds, now)
+                sighting = _Sighting.first(token=token, machine_key=machine_key, seconds=seconds, now=now)
             elif seconds > sighting.seconds:
                 sighting.move(seconds, now=now, looked_at=self._looked_at)
-            sighting.names = [name for _, _, name in beacons_of_task]
+            sighting.names = [name for *_, name in beacons_of_task]
             self._sightings[task] = sighting
         self._looked_at = now
         # A worker renames its beacon at each heartbeat, so a recent rename proves that the worker runs.
         self._runs = {
             task: True if self._is_fresh(sighting) else None for task, sighting in self._sightings.items()
         }
-        # A judgement reads the `owner` of a worker, so only the workers that were silent longest are judged.
-        by_silence = sorted(self._sightings, key=lambda task: self._sightings[task].beat_at)
-        for task in by_silence[:OWNERS_READ]:
+        # A judgement reads the `owner` of a worker. After a heartbeat, the `owner` of a worker on another
+        # machine tells nothing new. Of the other workers, those that were silent longest are judged.
+        doubtful = [
+            task
+            for task, sighting in self._sightings.items()
+            if not self._runs[task] or sighting.machine_key == self._me.machine_key
+        ]
+        doubtful.sort(key=lambda task: self._sightings[task].beat_at)
+        for task in doubtful[:OWNERS_READ]:
             self._runs[task] = self._judge(task, self._sightings[task])
 
     def look_without_beacons(self, tasks: Iterable[str]) -> None:
@@ -251,7 +278,7 @@ class BeaconWatch:
             holder,
             self._me,
             silent_s=self._looked_at - sighting.beat_at,
-            dead_after_s=SILENCE_S,
+            dead_after_s=self._silence_s,
             is_fresh=self._is_fresh(sighting),
         )
 

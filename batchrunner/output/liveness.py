@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which the holder of a task's lock counts as dead. NFS may show an old
 file for 60 s, so a shorter time would not be safe."""
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats on a file system."""
+STORE_HEARTBEAT_S = 15.0
+"""Seconds between two heartbeats in an object store, which makes 240 requests an hour."""
 UNNAMED_AFTER_S = 5.0
 """Seconds after which an incomplete `owner` means that the process died while writing it."""
 POLL_S = 1.0

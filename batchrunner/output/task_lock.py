@@ -45,8 +45,10 @@ from batchrunner.output.holder import (
     this_process,
 )
 from batchrunner.output.liveness import (
+    HEARTBEAT_S,
     LOOK_S,
     SHORT_POLL_S,
+    STORE_HEARTBEAT_S,
     LivenessMonitor,
     look_at_files,
     read_bytes,
@@ -58,13 +60,10 @@ if TYPE_CHECKING:
     from batchrunner.output.beacons import Beacon
     from batchrunner.output.objects import RunObjects
 
-HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats on a file system."""
-STORE_HEARTBEAT_S = 15.0
-"""Seconds between two heartbeats in an object store, which makes 240 requests an hour."""
 TRUSTED_S = 45.0
 """Seconds for which a process may rely on its lock in an object store after it wrote a heartbeat. Other
-processes take the lock over only after a silence of DEAD_AFTER_S, which is longer."""
+processes take the lock over only after a longer silence: 59 s for a worker that holds leases (`silence_s`),
+else DEAD_AFTER_S."""
 DIRECTORY_TRIES = 100
 """Maximum number of tries to create `owner` in a task's directory while other processes delete the
 directory."""
@@ -103,6 +102,11 @@ class TaskLock(ABC):
     def token(self) -> str:
         """Random name of this process as holder of the lock; a part of the names of its files."""
         return self._me.token
+
+    @property
+    def holder(self) -> LockHolder:
+        """Identity of this process, which the lock names while this process holds it."""
+        return self._me
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
         """Acquire the lock. Wait up to DEAD_AFTER_S to see whether a holder on another machine is dead.

@@ -94,7 +94,7 @@ class LeasedRows(TaskRows):
         Parquet file of results) yet."""
         # The reader, the writer of part files and the end of the run use `_uncommitted` in different threads.
         self._lock = threading.Lock()
-        self._beacon = Beacon(leases.directory, prepared.run_dir.task, lock.token, leases.store)
+        self._beacon = Beacon(leases.directory, prepared.run_dir.task, lock.holder, leases.store)
         """Shows other workers that this worker holds leases."""
         lock.beacon = self._beacon
         self._others = BeaconWatch(prepared.run_dir)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from batchrunner.output.beacons import OWNERS_READ, SILENCE_S, Beacon, BeaconWatch
+from batchrunner.output.beacons import OWNERS_READ, Beacon, BeaconWatch, silence_s
 from batchrunner.output.holder import this_process
-from batchrunner.output.liveness import DEAD_AFTER_S, FRESH_S
+from batchrunner.output.liveness import DEAD_AFTER_S, FRESH_S, HEARTBEAT_S
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.store import LOCAL
 from batchrunner.output.task_lock import FileTaskLock
@@ -39,7 +39,7 @@ class OtherWorker:
         holder = dataclasses.replace(this_process(), host=name, machine=f"machine of {name}")
         self.lock = FileTaskLock(run.of_task(name).task_directory, holder)
         self.lock.acquire()
-        self.beacon = self.lock.beacon = Beacon(run.leases, name, holder.token, LOCAL)
+        self.beacon = self.lock.beacon = Beacon(run.leases, name, holder, LOCAL)
         self.beacon.light()
 
 
@@ -74,13 +74,13 @@ def test_a_worker_that_beats_is_alive(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_silent_worker_is_dead(tmp_path: Path, clock: Clock) -> None:
-    """A worker on another machine is dead once its beacon has stood still for `SILENCE_S`, not before."""
+    """A worker on another machine is dead once its beacon has stood still for `silence_s`, not before."""
     run = run_at(tmp_path)
     OtherWorker(run, "other")
     watch = BeaconWatch(run)
     look(watch, run)
-    assert watch.seconds_to_verdict() == SILENCE_S
-    clock.now += SILENCE_S
+    assert watch.seconds_to_verdict() == silence_s(HEARTBEAT_S)
+    clock.now += silence_s(HEARTBEAT_S)
     look(watch, run)
     assert watch.dead == []
     clock.now += 1

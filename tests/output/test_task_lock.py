@@ -17,11 +17,10 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import InputError, OutputError, TaskLockLostError
 from batchrunner.output.holder import LockHolder, parse_holder, this_process
-from batchrunner.output.liveness import DEAD_AFTER_S
+from batchrunner.output.liveness import DEAD_AFTER_S, STORE_HEARTBEAT_S
 from batchrunner.output.objects import RunObjects
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import (
-    STORE_HEARTBEAT_S,
     TRUSTED_S,
     FileTaskLock,
     StoreTaskLock,
