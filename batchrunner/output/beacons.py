@@ -1,9 +1,10 @@
 """Beacons: empty files in the directory of leases that show which workers hold leases, and that they run.
 
-    alive.NAME.MACHINE.TOKEN.000125
+    alive.NAME.MACHINE.TOKEN.000125_000012.0_000013.0
 
-A worker has a beacon while it holds leases, and renames it at each heartbeat. The number is the time of the
-heartbeat in seconds by the worker's clock, which started with the worker. So one listing of the directory
+A worker has a beacon while it holds leases, and renames it at each heartbeat. The first number is the time of
+the heartbeat in seconds by the worker's clock, which started with the worker. Behind it are the names of
+leases that the worker held, so that others need not read who holds them. So one listing of the directory
 shows when each worker last had a heartbeat. Watching a thousand workers costs a file server as much as
 watching two, and an observer that lists the directory rarely still knows how long a worker has been silent.
 """
@@ -14,7 +15,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,12 @@ from batchrunner.output.liveness import (
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.store import Store
 
-_NAME = re.compile(r"alive\.(.+)\.([0-9a-f]{8})\.([0-9a-f]+)\.(\d{6,})")
+_NAME = re.compile(
+    r"alive\.(?P<task>.+)\.(?P<machine>[0-9a-f]{8})\.(?P<token>[0-9a-f]+)"
+    r"\.(?P<seconds>\d{6,})(?P<leases>(_\d{6,}\.\d+)*)"
+)
+LEASES_SHOWN = 8
+"""Maximum number of leases in the name of a beacon, because a file name has at most 255 bytes."""
 OWNERS_READ = 8
 """Maximum number of workers whose `owner` is read after a listing, the longest silent ones. `owner` shows at
 once that a worker on this machine was killed, whereas its heartbeats show it only after `silence_s`."""
@@ -65,6 +71,8 @@ class Beacon:
         self._began = time.monotonic()
         self._seconds = 0
         """Time of the last heartbeat, in seconds since `_began`."""
+        self._leases: Sequence[str] = ()
+        """Names of the leases that this worker holds, for the next name of the beacon."""
         self._path: Path | None = None
         """Current path of the beacon; None while there is none."""
         self._turn = threading.Lock()
@@ -77,6 +85,10 @@ class Beacon:
                 path = self._next_path()
                 self._store.mark(path)
                 self._path = path
+
+    def show(self, leases: Sequence[str]) -> None:
+        """Show the names of these leases from the next heartbeat on: all or the first of them."""
+        self._leases = leases[:LEASES_SHOWN]
 
     def beat(self) -> None:
         """Rename the file of the beacon, which shows the other workers that this worker runs.
@@ -99,7 +111,8 @@ class Beacon:
 
     def _next_path(self) -> Path:
         self._seconds = max(self._seconds + 1, int(time.monotonic() - self._began))
-        return self._directory / f"{self._prefix}.{self._seconds:06d}"
+        leases = "".join(f"_{lease}" for lease in self._leases)
+        return self._directory / f"{self._prefix}.{self._seconds:06d}{leases}"
 
 
 @dataclass(slots=True)
@@ -120,6 +133,8 @@ class _Sighting:
     until a listing had the name."""
     has_moved: bool = False
     """Whether the observer has seen the worker rename its beacon."""
+    leases: Sequence[str] = ()
+    """Names of leases that the worker held at its last heartbeat."""
     names: list[str] = field(default_factory=list)
     """Names of the beacon in the last listing: one, or two after an interrupted rename in an object store."""
 
@@ -216,20 +231,23 @@ class BeaconWatch:
         now = time.monotonic()
         # In an object store, a rename creates a new object and then deletes the old one. A worker that is
         # killed in between leaves both names, of which the newest counts.
-        beacons: dict[str, list[tuple[int, str, str, str]]] = {}
+        beacons: dict[str, list[re.Match[str]]] = {}
         for match in filter(None, map(_NAME.fullmatch, names)):
-            task, machine_key, token, seconds = match.groups()
-            if task != self._run_dir.task:
-                beacons.setdefault(task, []).append((int(seconds), token, machine_key, match[0]))
+            if match["task"] != self._run_dir.task:
+                beacons.setdefault(match["task"], []).append(match)
         before, self._sightings = self._sightings, {}
-        for task, beacons_of_task in beacons.items():
-            seconds, token, machine_key, _ = max(beacons_of_task)
+        for task, matches in beacons.items():
+            newest = max(matches, key=lambda match: int(match["seconds"]))
+            seconds = int(newest["seconds"])
             sighting = before.get(task)
-            if sighting is None or sighting.token != token:
-                sighting = _Sighting.first(token=token, machine_key=machine_key, seconds=seconds, now=now)
+            if sighting is None or sighting.token != newest["token"]:
+                sighting = _Sighting.first(
+                    token=newest["token"], machine_key=newest["machine"], seconds=seconds, now=now
+                )
             elif seconds > sighting.seconds:
                 sighting.move(seconds, now=now, looked_at=self._looked_at)
-            sighting.names = [name for *_, name in beacons_of_task]
+            sighting.names = [match[0] for match in matches]
+            sighting.leases = newest["leases"].split("_")[1:]
             self._sightings[task] = sighting
         self._looked_at = now
         # A worker renames its beacon at each heartbeat, so a recent rename proves that the worker runs.
@@ -254,6 +272,14 @@ class BeaconWatch:
         """
         for task in tasks:
             self._runs[task] = self._poll_owner(task)
+
+    def leases_except(self, task: str) -> set[str]:
+        """Return the names of the leases that the beacons of other workers than `task` show.
+
+        These workers took the leases, since only one worker can take a lease. They may have ended them since.
+        """
+        others = (sighting for name, sighting in self._sightings.items() if name != task)
+        return {lease for sighting in others for lease in sighting.leases}
 
     def remove(self, task: str) -> None:
         """Delete the beacon of a dead worker, whose leases have ended. Raises OSError if that fails."""

@@ -41,7 +41,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, raise_total
 from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.control import Control
-from batchrunner.runner.leases import LeasePlan, Leases, next_lease
+from batchrunner.runner.leases import LeasePlan, Leases, lease_name, next_lease
 from batchrunner.runner.plan import RunState, StartOptions, check_retry, has_grown, plan_run
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.reuse import Reuse
@@ -243,7 +243,7 @@ class LeasedRows(TaskRows):
                 lease = self._leases.take(number)
                 if lease is not None:
                     self._uncommitted[lease.number] = lease, lease.rows
-                self._put_out_if_idle()
+                self._update_beacon()
             if lease is not None:
                 return self._hold(lease)
         return None
@@ -267,13 +267,14 @@ class LeasedRows(TaskRows):
         self._leases.end(lease, uncommitted)
         del self._uncommitted[number]
         self._events.write("lease_end", lease=number, rows_left=len(uncommitted))
-        self._put_out_if_idle()
+        self._update_beacon()
 
-    def _put_out_if_idle(self) -> None:
-        """Delete this worker's beacon, the file that shows that it holds leases, if it holds no lease.
+    def _update_beacon(self) -> None:
+        """Show in this worker's beacon which leases it holds, or delete the beacon if it holds no lease.
 
         The caller holds `_lock`.
         """
+        self._beacon.show([lease_name(lease.number, lease.turn) for lease, _ in self._uncommitted.values()])
         if not self._uncommitted:
             self._beacon.put_out()
 
@@ -316,7 +317,8 @@ class LeasedRows(TaskRows):
                 # The dead worker, or another one that took over from it, may have ended some of the leases.
                 self._leases.refresh()
                 stored = read_done(dead).rows
-                unfinished = [(lease, lease.rows - stored) for lease in self._leases.held_by(task)]
+                held = self._leases.held_by(task, held_by_others=self._others.leases_except(task))
+                unfinished = [(lease, lease.rows - stored) for lease in held]
                 lock.verify()
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
