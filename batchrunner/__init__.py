@@ -79,7 +79,7 @@ _MODULES_OF_CLASSES = {
     "Progress": "runner.progress",
     "Report": "report.report",
 }
-"""Modules of the public classes. The public functions are in `api`, and all other errors in `core.errors`."""
+"""Module of each public class. The public functions are in `api`, the error classes in `core.errors`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -98,5 +98,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names."""
     return __all__

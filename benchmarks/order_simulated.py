@@ -27,9 +27,9 @@ from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.dispatch.concurrency.law import tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.queue import DispatchQueue, PendingRow
+from batchrunner.dispatch.queue import PASS_S, DispatchQueue, PendingRow
 from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, ReuseDistance
-from batchrunner.dispatch.route import Routes
+from batchrunner.dispatch.route import Route, Routes
 from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.input.order import decide, stretches
@@ -167,6 +167,7 @@ class Run:
         self._order = Reorderer(distance, lengths, dedupe=True, caches=len(speeds))
         self._items = self._order.reorder(self)
         self._is_read = False
+        self._release_at: dict[Route, float] = {}
         self._primes: set[SimulatedRequest] = set()
         self.now, self.uncached_tokens, self.ended = 0.0, 0, Counter[str]()
 
@@ -256,8 +257,14 @@ class Run:
 
     def _send(self) -> None:
         self._feed()
+        for held_by, release_at in [*self._release_at.items()]:
+            if release_at <= self.now:
+                del self._release_at[held_by]
+                self._queue.release(held_by)
         while (route := self._routes.acquire_slot(self.now, self._queue.has_for)) is not None:
             row = self._queue.take(route)
+            if route.held:
+                self._release_at.setdefault(route, self.now + PASS_S)
             if row is None:
                 self._routes.release_slot(route)
                 continue

@@ -38,10 +38,10 @@ def open_engine(
 
     Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 
-    `engine` is as for `generate`; `task` is the task of all jobs that run on the engine. A server that is
-    started logs into `log_dir`, by default a temporary directory that is kept after an error. With `share`,
-    the path of a file that ends with `.json`, other processes can use the engine, too, if they pass this path
-    as `engine`. Raises JobError or EngineStartError.
+    `engine` is as for `generate`; `task` is the task of all jobs that run on the engine. `log_dir` gets the
+    logs of started servers; by default, it is a temporary directory that is kept after an error. `share` is
+    the path of a `.json` file to write: other processes that pass this path as `engine` use the engine, too.
+    Raises JobError or EngineStartError.
     """
     if task != GENERATE and task not in TASKS:
         raise JobError(f"unknown task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
@@ -59,7 +59,7 @@ def open_engine(
             with _shared(backend, share):
                 yield OpenEngine(loop=loop, spec=spec, engine=backend, info=info, task=task)
         finally:
-            # Runs that have not ended still use the engine.
+            # Runs that have not ended are cancelled first, because they still use the engine.
             loop.cancel_all()
             loop.call(backend.close)
 
@@ -74,16 +74,17 @@ def _log_directory(path: str | Path | None) -> Iterator[Path]:
         yield Path(path).expanduser()
         return
     temporary = Path(tempfile.mkdtemp(prefix="batchrunner-"))
-    # An exception here skips the removal, because its message may name a log file.
+    # If the block raises, the directory stays, because the message of the exception may name a log file.
     yield temporary
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
-    """Write the file `share`, by which other processes can use an engine, and remove it after the block.
+    """Let other processes use an engine through the file `share` until the block ends.
 
-    The API key is in a second file beside `share`, which only this user can read.
+    The API key is in a second file beside `share`, which only this user can read. If `share` is None, nothing
+    is written.
     """
     if share is None:
         yield
@@ -94,7 +95,7 @@ def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
         files.callback(key.unlink, missing_ok=True)
         files.callback(path.unlink, missing_ok=True)
         with writing(path):
-            # `touch` does not change the mode of a file that exists.
+            # An old file is removed first, because `touch` would keep its mode.
             key.unlink(missing_ok=True)
             key.touch(0o600)
             key.write_text(engine.api_key or "")
@@ -103,7 +104,7 @@ def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
 
 
 def engine_of(engine: OpenEngine | EngineLike | None) -> tuple[OpenEngine | None, EngineSpec]:
-    """Return the open engine of a call and its specification; None for an engine that is not open yet."""
+    """Return the engine if it is open, else None; and the engine's specification."""
     if isinstance(engine, OpenEngine):
         return engine, engine.spec
     return None, parse_engine(engine)
@@ -127,13 +128,14 @@ def run(
 ) -> Report:
     """Run a job (a path, a mapping or a Job) and return its report; the results are under `output.path`.
 
-    In a program with an event loop use `arun`, because this call blocks the loop. `overrides` are texts
-    `a.b=c`, as for `--set`. `rollout` is the function of `prompt.rollout`. All workers that are started with
-    `join` share the rows, and the report counts the rows of all of them. `progress` shows a bar.
-    `on_progress`, a plain function, is called with a Progress at most once a second, in the thread of the
-    run.
+    In a program with an event loop use `arun`, because this call blocks the loop. `overrides` are texts such
+    as `sampling.temperature=0`, which change fields of the job. `rollout` is the function for
+    `prompt.rollout`. With `join`, all processes that run the job share its rows, and the report counts the
+    rows of all of them. `progress` shows a bar. `on_progress`, a plain function, is called with a Progress at
+    most once a second, in the thread of the run.
 
-    Raises BatchrunError. A report with exit code 3 (too many failed rows) or 1 (deadline) is returned.
+    Raises BatchrunError. Too many failed rows or a missed deadline raise nothing: see the exit code of the
+    report (3 or 1).
     """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine), rollout=rollout)
@@ -159,9 +161,9 @@ arun = awaited(run)
 
 
 def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
-    """Run a job and return its report; `options` are those of `execute`.
+    """Run a job and return its report; `options` are passed to `execute`.
 
-    The job runs on the open engine `engine`, or, if that is None, on an engine that is opened for this run.
+    The job runs on the open engine `engine`. If it is None, an engine is opened for this run.
     """
     if engine is not None:
         return engine.start_run(job, **options).wait()
@@ -172,7 +174,7 @@ def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:
     """Return the specification of an open engine; None if `engine` is None.
 
-    Raises JobError for another object.
+    Raises JobError if `engine` is anything else.
     """
     if engine is None:
         return None

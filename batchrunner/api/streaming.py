@@ -27,7 +27,7 @@ class Stream(AsyncIterator[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # A plain `for` needs an event loop of its own, in another thread.
         async def next_row() -> dict[str, Any] | None:
-            # None follows the last row.
+            # None marks the end.
             return await anext(self._rows, None)
 
         with LoopThread() as loop:
@@ -38,7 +38,7 @@ class Stream(AsyncIterator[dict[str, Any]]):
                 loop.call(self.aclose)
 
     async def aclose(self) -> None:
-        """Cancel the requests in flight and close the engine, as the end of the program's loop does."""
+        """Cancel the requests in flight and close the engine, unless it comes from `open_engine`."""
         await self._rows.aclose()
 
 
@@ -57,16 +57,17 @@ def stream(
 
     In a program with an event loop use `async for`, because a plain `for` blocks the loop. The arguments are
     those of `generate`, except that `rows` may also be an asynchronous iterator, but not the path of files.
-    An iterator may be endless. A plain iterator is read in a thread, an asynchronous one in the running loop,
-    and both a few thousand rows ahead; reading pauses while the program is behind. The first row defines the
-    columns; later rows may have other types. Of up to 512 rows that are ready, one row of each common prefix
-    is sent first. In an answer, `row` is the row's position in the input.
+    An iterator may be endless. A plain iterator is read in a thread, an asynchronous one in the running loop.
+    A few thousand rows are read ahead; then reading pauses until the program takes more results. The first
+    row defines the columns; later rows may have other types. Among the rows that wait (at most 512), one row
+    of each shared prefix is sent first. The column `row` of a result is the row's position in the input.
 
-    `task` is the task of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
+    `task` is the task of a job, such as "embed"; `task_options` are the arguments that only `embed`, `score`
+    or `rerank` have.
 
     Leaving the loop, closing the generator or cancelling the task cancels the requests in flight. It also
-    closes the engine, unless the engine comes from `open_engine`. Raises BatchrunError. An exception of the
-    iterator `rows` is raised after the results of the rows that the iterator yielded before.
+    closes the engine, unless the engine comes from `open_engine`. Raises BatchrunError. If the iterator
+    `rows` raises an exception, the results of the rows before it come first, then the exception.
     """
     open_engine, spec = engine_of(engine)
     if open_engine is not None:

@@ -77,7 +77,7 @@ def results_of(
 
 
 def _unless_stopped(rows: T) -> T:
-    """Return the rows unchanged; raises CancelledError if the library call was cancelled meanwhile."""
+    """Return the rows unchanged; raise CancelledError if the library call has been cancelled."""
     if (stop := STOP.get()) is not None and stop.done():
         raise CancelledError
     return rows
@@ -119,11 +119,11 @@ def generate(
     `rows` are texts (the column `text`) or mappings, in any iterable; a table or data frame of pyarrow,
     pandas, polars, duckdb or anything with Arrow's C interface; a LazyFrame of polars; a dataset of pyarrow
     or Hugging Face; or the path of a file, a directory or a glob. Iterators, datasets and (with polars 2)
-    LazyFrames are read in bounded memory; the results are in memory.
+    LazyFrames are read in bounded memory; the results must fit in memory.
 
     `prompt` is the user template, the `prompt` part of a job, or a function of a row; by default the only
-    text column. `rollout`, in its place, is an asynchronous function for multi-turn rollouts. `parse` is a
-    function that turns an answer into columns. `engine` is an open engine, the `engine` part of a job, a
+    text column. `rollout`, instead of `prompt`, is an asynchronous function for multi-turn rollouts. `parse`
+    is a function that turns an answer into columns. `engine` is an open engine, the `engine` part of a job, a
     model (a server is started), an address or a list of addresses, or "simulated". `columns` are copied to
     the results. `answers` are `output.columns` of a job; `sampling`, `accept`, `on_length`, `on_repetition`
     and `limits` are the parts of a job with these names. `progress` and `on_progress` are as for `run`.

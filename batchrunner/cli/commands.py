@@ -74,7 +74,7 @@ def _all_overrides(overrides: list[str] | None, limit: int | None, *, background
 
 @contextlib.contextmanager
 def reporting_failures(*, quiet: bool) -> Iterator[None]:
-    """Print the report of a run that fails in the block, because the error lacks the number of rows done."""
+    """If a run fails in the block, print its report, because the error lacks the number of finished rows."""
     try:
         yield
     except BatchrunError as error:
@@ -243,8 +243,8 @@ def engine(
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(verbose=verbose)
-    # A job must have an input, a prompt and an output. If the source is a model instead of a job file, these
-    # are placeholders, which are never used.
+    # A job must have an input, a prompt and an output. If `source` is a model, its job gets these
+    # placeholders, which are never used.
     unused_parts = {"input": {"path": "-"}, "prompt": {"text": "-"}, "output": {"path": "-"}}
     is_job = source.endswith((".yaml", ".yml", ".json"))
     job_source = source if is_job else {**unused_parts, "engine": source}
@@ -256,7 +256,7 @@ def engine(
     job = load_job(job_source, overrides=[*options, *(overrides or ())])
     if launched_model(job.engine) is None:
         raise JobError(f"engine: kind {job.engine.kind} starts no server", hint="give a model")
-    # The servers take their key from this variable.
+    # Each server takes its API key from this environment variable.
     key = os.environ.setdefault(API_KEY_VARIABLE, secrets.token_hex(24))
     with open_engine(job.engine, task=job.task) as open_server, contextlib.suppress(KeyboardInterrupt):
         tell(f"the engine is ready until Ctrl-C; its users need: export {API_KEY_VARIABLE}={key}")
@@ -527,7 +527,7 @@ def tune(
     from batchrunner.runner.tune import tune as tune_job  # noqa: PLC0415
 
     log_to_stderr(quiet=True)
-    # Only the command's own log is shown, because the logs of the trials' runs would hide it.
+    # The logs of the trials' runs would hide this command's own log, so they are not shown.
     logging.getLogger("batchrunner.runner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
     result = tune_job(
         job,

@@ -74,7 +74,7 @@ class CommandGroup(TyperGroup):
             position = is_word.index(True)
             word = args[position]
             if word not in self.commands:
-                # After an option with a value, the word is that value rather than a misspelt command.
+                # A word after an option that takes a value is that value, and not a misspelt command.
                 if _FLAGS.issuperset(args[:position]):
                     self._refuse_misspelt(word)
                 args = ["run", *args]
@@ -146,7 +146,7 @@ class Interrupts:
 
 
 def _end_process() -> None:
-    """End the process, whatever its threads do. No file is half written, because files appear as a whole."""
+    """End the process at once. Output files appear only when complete, so none is left half written."""
     os._exit(tell_failure(interrupted(), as_json=wants_json(sys.argv[1:])))
 
 
@@ -157,8 +157,8 @@ _SIGNAL_CODES = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
 class _NoPandas:
     """Import hook that hides pandas from pyarrow.
 
-    Otherwise pyarrow imports pandas, which takes 1 s and 47 MB, when it first makes a column from a Python
-    list. Only Ray Data needs pandas.
+    When pyarrow first makes a column from a Python list, it imports pandas, which takes 1 s and 47 MB. Only
+    Ray Data needs pandas.
     """
 
     @staticmethod
@@ -189,14 +189,14 @@ def start(app: Typer) -> NoReturn:
 
 
 def _has_other_threads() -> bool:
-    """Tell whether the exit of the process would wait for a thread besides the main thread."""
+    """Tell whether the exit of the process would wait for a thread other than the main thread."""
     return any(
         thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()
     )
 
 
 def _run(app: Typer) -> int:
-    """Run the command of `sys.argv`; return its exit code, whatever happens."""
+    """Run the command of `sys.argv` and return its exit code, even after an unexpected error."""
     try:
         app()
     except SystemExit as end:

@@ -19,21 +19,23 @@ from batchrunner.core.errors import BatchrunError
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Tell whether the command line has the option `--json`. After `--`, the word is an argument instead."""
+    """Tell whether the command line has the option `--json`. After `--`, it is an argument instead."""
     options = words[: words.index("--")] if "--" in words else words
     return "--json" in options
 
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that a terminal or browser acts on instead of displaying: control characters, line separators,
-and marks that change the direction of text."""
+"""Characters that a terminal or browser obeys instead of displaying.
+
+They are control characters, line separators, and marks that change the direction of text.
+"""
 
 
 def escaped(text: str) -> str:
     """Return a text as one line, with control characters escaped as in JSON.
 
-    Everything that this package prints passes through this function, so that data cannot move the cursor, add
-    lines or hide text.
+    All output of this package is escaped in this way, so that data cannot move the cursor, add lines or hide
+    text.
     """
 
     def escape(match: re.Match[str]) -> str:
@@ -44,7 +46,7 @@ def escaped(text: str) -> str:
 
 
 def tell(*lines: str) -> None:
-    """Print lines to standard error. A failed write does not change the exit code, see `StandardStream`."""
+    """Print lines to standard error. A failed write does not change the exit code (`StandardStream`)."""
     print("\n".join(map(escaped, lines)), file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -68,8 +70,8 @@ class LogLine(logging.Formatter):
 def tell_failure(failure: BatchrunError, *, as_json: bool, cause: BaseException | None = None) -> int:
     """Print an error to standard error, with `as_json` also as JSON to standard output; return its exit code.
 
-    The JSON object includes the report of the rows that are done. The `type` of the error is the class of
-    `cause`, or of `failure` without a cause.
+    The JSON object includes the report of the rows that are done. Its `type` is the class of `cause`, or of
+    `failure` without a cause.
     """
     if as_json:
         report = failure.report.as_dict() if failure.report else {}
@@ -80,10 +82,7 @@ def tell_failure(failure: BatchrunError, *, as_json: bool, cause: BaseException 
 
 
 class StandardStream(io.TextIOWrapper):
-    """Standard output or standard error that drops text instead of raising OSError for a failed write.
-
-    `failure` is the first error of a write, or None.
-    """
+    """Standard output or standard error that drops text instead of raising OSError for a failed write."""
 
     def __init__(self, descriptor: int, encoding: str | None) -> None:
         """Open a stream on a file descriptor, which stays open when the stream is closed."""
@@ -95,7 +94,7 @@ class StandardStream(io.TextIOWrapper):
             line_buffering=True,
         )
         self.failure: OSError | None = None
-        """The first error of a write."""
+        """The first error of a write, or None."""
 
     def write(self, text: str, /) -> int:
         """Write a text; a failure is recorded, not raised."""
@@ -135,7 +134,7 @@ def open_standard_streams() -> None:
     open_missing_descriptors()
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open until the process ends
-    # A test may have replaced a stream. Such a stream is kept.
+    # A stream that a test has replaced is kept.
     if sys.stdout is sys.__stdout__:
         sys.stdout = StandardStream(1, getattr(sys.stdout, "encoding", None))
     if sys.stderr is sys.__stderr__:
@@ -143,9 +142,9 @@ def open_standard_streams() -> None:
 
 
 def lost_output() -> str | None:
-    """Flush standard output and error; return the reason why standard output is incomplete, or None.
+    """Flush standard output and error; return why standard output is incomplete, or None.
 
-    Output to a closed pipe counts as complete, because its reader (`head`, for example) needs no more.
+    Output to a closed pipe counts as complete: its reader (`head`, for example) needs no more.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -172,7 +171,7 @@ def duration(seconds: float) -> str:
 
 
 def background_line(background: Mapping[str, Any]) -> str:
-    """Describe how a background run and the users of the server shared the engine's time.
+    """Describe how a background run and the server's other users shared the engine's time.
 
     `background` is the section `background` of report.json.
     """
@@ -184,14 +183,14 @@ def background_line(background: Mapping[str, Any]) -> str:
 
 
 SOURCE_TREE = "from a source tree"
-"""Text in place of the version if this package runs from a source tree and is not installed."""
+"""Text in place of the version if this package is not installed but runs from a source tree."""
 
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed package; None if the package is not installed.
+    """Return the version of an installed package; None if it is not installed.
 
-    The result is cached, because an upgrade during the run does not change a package that is imported.
+    The result is cached: an upgrade during the run does not change a package that is already imported.
     """
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - takes 10 ms
 

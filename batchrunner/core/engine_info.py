@@ -1,4 +1,4 @@
-"""Immutable records about an engine: properties, load samples, healthy queue, and events such as restarts.
+"""Immutable records about an engine: properties, load samples, healthy queue lengths, and events.
 
 The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, report.json and the event log.
 """
@@ -12,24 +12,25 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """How an engine tokenizes prompts, according to the engine."""
+    """How an engine tokenizes prompts, as it reports itself."""
 
     tokenizer: str
     """Directory or name of the tokenizer."""
     model: str
     """Directory or name of the model."""
     why_server: str | None = None
-    """Reason why only the engine can tokenize prompts; None if this process can tokenize them, too."""
+    """Reason why only the engine can tokenize prompts; None if this process can do so too."""
     why_server_chat: str | None = None
-    """Reason why only the engine can tokenize chat messages or parse answers to them; None if this process
-    can do both, too."""
+    """Reason why only the engine can tokenize chats or parse answers to them.
+
+    None if this process can too.
+    """
     model_sampling: bool = True
-    """Whether the engine reads sampling parameters that a chat request omits from the model's
-    generation_config.json."""
+    """Whether a chat gets missing sampling parameters from the model's generation_config.json."""
     cuts: bool = False
-    """Whether the engine truncates a prompt that is too long, instead of refusing it."""
+    """Whether the engine truncates a prompt that is too long instead of refusing it."""
     longest_prompt: int | None = None
-    """Exclusive limit of the number of prompt tokens; None if there is no limit."""
+    """A prompt must have fewer tokens than this; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +40,21 @@ class EngineInfo:
     kind: str
     """`engine.kind` of the job."""
     model: str
-    """Name or path of the model, as the engine reports it. A run cannot resume with another model."""
+    """Name or path of the model. A run cannot be resumed with another model."""
     version: str | None = None
     """Version of SGLang."""
     weights: str | None = None
-    """Version of the model's weights (`weight_version`); it must not change during a run."""
+    """Version of the model's weights (`weight_version`). It must not change during a run."""
     max_running: int | None = None
-    """Limit of running requests (`max_running_requests`), summed over schedulers."""
+    """Maximum number of running requests (`max_running_requests`), summed over schedulers."""
     memory_caps_running: bool = False
     """Whether memory limits running requests to fewer than `--max-running-requests`."""
     max_total_tokens: int | None = None
     """Size of the KV pool in tokens, summed over schedulers."""
     context_length: int | None = None
-    """Limit of prompt and output tokens of one request together."""
+    """Maximum number of tokens of a request, prompt and output together."""
     prefill_tokens: int | None = None
-    """Limit of prompt tokens in one forward pass of a scheduler."""
+    """Maximum number of prompt tokens in one forward pass of a scheduler."""
     caches_prefixes: bool = True
     """Whether the engine has a prefix cache, which computes a common prefix once."""
     routes: tuple[str, ...] = ("engine",)
@@ -61,15 +62,12 @@ class EngineInfo:
     tokenizing: TokenizerInfo | None = None
     """How the engine tokenizes prompts."""
     connections: int | None = None
-    """Limit of HTTP requests that are open at the same time over all routes; None for no limit."""
+    """Maximum number of HTTP requests in flight, over all replicas; None for no limit."""
     connections_by: str | None = None
     """Where the limit `connections` comes from, in words for messages."""
     takes_images: bool | None = None
-    """Whether the model accepts images in prompts."""
     takes_audio: bool | None = None
-    """Whether the model accepts audio in prompts."""
     takes_videos: bool | None = None
-    """Whether the model accepts videos in prompts."""
     simulated: bool = False
     """Whether the engine is simulated, so that its answers are made up."""
     card: str | None = None
@@ -77,35 +75,40 @@ class EngineInfo:
     gpus: int | None = None
     """Number of GPUs of this machine, if the engine was started here and may use all of them."""
     tp: int | None = None
-    """Number of GPUs over which the weights of a replica are split, if the engine was started here."""
+    """Number of GPUs over which a replica's weights are split, if the engine was started here."""
     log: str | None = None
     """Path of the engine's log, if it is on this machine."""
     one_by_one: str | None = "the engine accepts only one row in a request"
-    """Reason why each row is sent in a separate request; None if a request can hold several rows."""
+    """Reason why each row needs a request of its own; None if a request can have several rows."""
     only_short_share: str | None = None
     """Reason why only rows with short outputs may share a request; None if all rows may."""
     prefix_rows_alone: bool = False
-    """Whether a row that shares a prefix with other rows must be sent in a separate request. A gateway that
-    chooses the server by the prompt needs this, because it reads only the first prompt of a request."""
+    """Whether a row that shares a prefix with others needs a request of its own.
+
+    A gateway that chooses the server by the prompt requires this, because it only reads a request's first
+    prompt.
+    """
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Reasons why the engine cannot do a part of a job, by the name of the part, such as `prompt.images`."""
     no_thinking_budget: str | None = None
     """Reason why the engine would ignore a limit of thinking tokens; None if it obeys the limit."""
     yields: bool | None = None
-    """Whether the server schedules its users' requests before those of this background run; None if the run
-    is not in the background."""
+    """Whether the server schedules other users' requests before those of this run.
+
+    It is None if the run is not a background run.
+    """
     notes: tuple[str, ...] = ()
     """Lines for the user, logged when the run starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """One reading of the load of one scheduler of SGLang."""
+    """One reading of the load of one SGLang scheduler."""
 
     scheduler: str
-    """URL of the replica, with `#dpN` at its end if the replica has several data-parallel ranks."""
+    """URL of the replica; with several data-parallel ranks, followed by `#dpN`."""
     source: Literal["loads", "gateway", "engine", "simulated"]
-    """Source of the numbers, such as "loads" for `/v1/loads` of the server."""
+    """Where the numbers come from, such as "loads" for `/v1/loads` of the server."""
     running: int
     """Running requests, SGLang's `#running-req`."""
     queue: int
@@ -117,19 +120,20 @@ class SchedulerLoad:
     max_total_tokens: int | None = None
     """Size of the KV pool in tokens."""
     max_running: int | None = None
-    """Limit of running requests."""
+    """Maximum number of running requests."""
     route: str = "engine"
-    """Route by which requests reach the scheduler."""
+    """URL to which requests for this scheduler are sent, or "engine"."""
     taken_at: float | None = None
-    """Time of the reading by the scheduler's clock. If two polls have the same time, they returned the same
-    reading."""
+    """Time of the reading by the scheduler's clock. An unchanged time means that the reading is not new."""
     work: float | None = None
-    """Counter that grows with the scheduler's forward passes; None if the engine has no such counter."""
+    """Counter that grows with the scheduler's forward passes; None if the engine has none."""
     retracted: int | None = None
     """Requests that were retracted between the scheduler's last two reports; None if unreported."""
     state_usage: float = 0.0
-    """Fraction of the pool of recurrent states (Mamba and such) in use, 0 to 1; 0 for a model without such
-    states."""
+    """Fraction of the pool of recurrent states in use, 0 to 1.
+
+    0 for a model without them (such as Mamba's).
+    """
 
     @property
     def server(self) -> str:
@@ -146,9 +150,12 @@ class Incident(NamedTuple):
     """An event in the life of a server during a run, for the event log."""
 
     what: Literal["recalled", "died", "healed", "hangs", "back", "lost", "adapts", "adapted"]
-    """Kind of the event. `recalled`: the server was started with the safer flags that an earlier run found.
-    `healed`: the server was restarted with safer flags. `adapts`: flag tuning restarts the server with other
-    flags. `adapted`: flag tuning measured the effect of these flags."""
+    """Kind of the event.
+
+    `recalled`: the server was started with the safer flags that an earlier run found. `healed`: it was
+    restarted with safer flags. `adapts`: flag tuning restarts it with other flags. `adapted`: flag tuning has
+    measured these flags.
+    """
     who: str
     """Name of the server in log lines, or its URL."""
     why: str = ""
@@ -157,15 +164,17 @@ class Incident(NamedTuple):
 
 
 USUAL_MAX_RUNNING = 256
-"""A scheduler whose limit of running requests is at least this gets the default range of healthy queue
-lengths (QueueBand). A scheduler with a lower limit gets a smaller range (`QueueBand.scaled`)."""
+"""Limit of running requests at which a scheduler has the default range of healthy queue lengths.
+
+For a lower limit, the range is smaller (`QueueBand.scaled`).
+"""
 LEAST_LOW = 8
-"""Minimum value of `low`, the lower end of a QueueBand in queued requests, after `scaled`."""
+"""Minimum of `low`, the lower end of a scaled range of healthy queue lengths, in requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueBand:
-    """Range of healthy numbers of queued requests (`#queue-req`) of one scheduler."""
+    """Range of healthy queue lengths (`#queue-req`, queued requests) of one scheduler."""
 
     low: int = 100
     high: int = 2000
@@ -177,7 +186,7 @@ class QueueBand:
         if max_running is None or max_running >= USUAL_MAX_RUNNING:
             return self
         share = max_running / USUAL_MAX_RUNNING
-        # LEAST_LOW and 4 * low keep the range wide enough that the queue of a small scheduler can stay in it.
+        # The minimum keeps the range wide enough for the queue of a small scheduler to stay in it.
         low = min(self.low, max(LEAST_LOW, round(self.low * share)))
         high = min(self.high, max(4 * low, round(self.high * share)))
         return QueueBand(low, high, f"scaled down: the scheduler runs at most {max_running} requests")

@@ -1,9 +1,8 @@
 """All errors that batchrunner raises.
 
-There are two kinds of errors. A `BatchrunError` ends a run or prevents its start, and carries the exit code
-of the command. A `RequestError` is the failure of one attempt at one row. It never ends a run, because
-`dispatch` retries the row or writes the error into its result. The texts of errors contain no secrets, see
-`hidden`.
+A `BatchrunError` ends a run or prevents its start, and has the exit code of the command. A `RequestError` is
+the failure of one attempt at one row. It never ends a run: the row is retried, or gets the error as its
+result. Errors contain no secrets, see `hidden`.
 """
 
 import contextlib
@@ -14,15 +13,19 @@ from typing import Any, ClassVar
 SECRETS = set[str]()
 """API keys of engines that this process uses."""
 SHORTEST_SECRET = 8
-"""Minimum number of characters of a key that is hidden in messages. A shorter key, such as EMPTY or test,
-protects nothing and may be a word of a message."""
+"""Minimum length in characters of a key that is hidden in messages.
+
+A shorter key, such as EMPTY or test, protects nothing and may be a word of a message.
+"""
 _USER_OF_URL = re.compile(r"(?<=got ')[^'\s]+:[^'\s]+@|(?<=://)[^/\s]+@")
-"""User and password of a URL. The first alternative matches a URL without `http://` that a message quotes
-after `got`."""
+"""User and password in a URL.
+
+The first alternative matches a URL without `http://` that a message quotes after `got`.
+"""
 
 
 def hidden(text: str) -> str:
-    """Return a text with `***` in place of API keys, and of users and passwords in URLs."""
+    """Replace API keys, and users and passwords in URLs, by `***` in a text."""
     for secret in SECRETS:
         if len(secret) >= SHORTEST_SECRET:
             text = text.replace(secret, "***")
@@ -32,7 +35,7 @@ def hidden(text: str) -> str:
 def first_line(failure: BaseException) -> str:
     """Return the first line of an error's text, or the name of its class if the text is empty.
 
-    The lines below it are dropped, because libraries write a stack trace or advice there.
+    Libraries write a stack trace or advice into the lines below it.
     """
     text = str(failure).strip()
     return text.splitlines()[0] if text else type(failure).__name__
@@ -56,33 +59,33 @@ EXIT_MEANINGS = {
     EXIT_TIME_UP: "SIGUSR1: a time limit is near. Rows in flight have `limits.drain` to finish.",
     EXIT_TERMINATED: "SIGTERM. Rows in flight have 15 s to finish.",
 }
-"""Meanings of the exit codes of `batchrun`; a code above 128 is 128 plus the number of a signal."""
+"""Meanings of the exit codes of `batchrun`. A code above 128 is 128 plus the number of a signal."""
 
 
 class BatchrunError(Exception):
-    """Base class of the errors that end a run; the text is one line, or one line for each fault."""
+    """Base class of the errors that end a run. The text is one line, or one line for each fault."""
 
     exit_code = 1
     advice: ClassVar[str] = "run the same command again: it resumes"
-    """Hint of an error of this class that was raised without a hint; printed only with `--json`."""
+    """Hint for an error of this class that was raised without one; printed only with `--json`."""
     report: Any = None
     """Report of the rows that are done; None if the run had not started."""
 
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
         """Create an error. `hint` tells the user what to do, or what they may have meant.
 
-        The text of the error is the message, followed by the hint unless the message contains it.
+        The hint is added to the text, unless the message contains it.
         """
         message = hidden(message)
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
         self.message = message
         self.hint = hint or self.advice
         self.faults: list[str] = []
-        """The lines of the text if it describes several faults; empty if it describes one."""
+        """The lines of a text that describes several faults; empty for a single fault."""
 
 
 def interrupted() -> BatchrunError:
-    """Return the error of a command that Ctrl-C ended outside a run."""
+    """Return the error of a command that Ctrl-C ended outside of a run."""
     error = BatchrunError("interrupted")
     error.exit_code = EXIT_INTERRUPTED
     return error
@@ -103,28 +106,28 @@ class InputError(BatchrunError):
 
 
 class Faults:
-    """Errors of a job, collected so that the user sees all of them at once."""
+    """Collects the errors of a job, so that the user sees all of them at once."""
 
     def __init__(self) -> None:
         """Start without errors."""
         self._errors: list[JobError | InputError] = []
 
     def add(self, error: JobError | InputError) -> None:
-        """Record an error for `raise_all`."""
+        """Record an error, which `raise_all` raises later."""
         self._errors.append(error)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Record the JobError or InputError of the block for `raise_all`."""
+        """Record a JobError or InputError of the block, which `raise_all` raises later."""
         try:
             yield
         except (JobError, InputError) as error:
             self.add(error)
 
     def raise_all(self) -> None:
-        """Raise the recorded error, if any.
+        """Raise the recorded errors, if any.
 
-        Several errors become one error with a line for each distinct fault. It has the class of the first.
+        Several errors become one, with a line for each distinct fault and the class of the first.
         """
         if not self._errors:
             return
@@ -153,7 +156,7 @@ class TaskHeldError(OutputError):
 
 
 class NoResultYetError(BatchrunError):
-    """No row of a run is durable yet."""
+    """A run has no result on disk yet."""
 
 
 class ResumeError(BatchrunError):
@@ -164,7 +167,7 @@ class ResumeError(BatchrunError):
 
 
 class InputChangedError(ResumeError):
-    """An input file changed during the run, so that its results would mix two inputs."""
+    """An input file changed during the run, so its results would mix two inputs."""
 
 
 class EngineStartError(BatchrunError):
@@ -182,7 +185,7 @@ class EngineAwayError(EngineStartError):
 
 
 class CannotTokenizeError(EngineStartError):
-    """Prompts cannot be tokenized in this process, or the tokens would differ from those of the engine."""
+    """Prompts cannot be tokenized in this process, or the tokens would differ from the engine's."""
 
     advice = "remove `tokenize: client`, so that the server tokenizes"
 
@@ -194,9 +197,9 @@ class EngineLostError(BatchrunError):
 
 
 class AnotherModelError(BatchrunError):
-    """A server no longer serves the model that it served at the start of the run.
+    """A server serves another model than at the start of the run.
 
-    The run can be resumed once the server serves the first model again.
+    The run can be resumed once it serves the first model again.
     """
 
     advice = "serve the model of the run again and run the same command, or use another output.path"
@@ -221,7 +224,7 @@ class StorageError(BatchrunError):
 
 
 class TaskLockLostError(StorageError):
-    """Another process took over the lock of this worker, so that this process may no longer write results."""
+    """Another process took over this worker's lock, so this process must not write results any more."""
 
     advice = "let the other process continue; `batchrun status RUN` shows it"
 
@@ -233,18 +236,17 @@ class StoreAwayError(StorageError):
 
 
 class StoreRequestError(OSError):
-    """A request to an object store failed; the text of the error gives the reason in a few words."""
+    """A request to an object store failed. The text gives the reason in a few words."""
 
     is_away = False
-    """Whether the store is only unavailable for now, so that the same request may succeed later."""
+    """Whether the store is only unavailable for now, so that the request may succeed later."""
 
     def __str__(self) -> str:
-        """Return the reason without the error number."""
         return str(self.strerror)
 
 
 def or_away(error: BatchrunError, failure: BaseException) -> BatchrunError:
-    """Return `error`, or a StoreAwayError with the same message if `failure` shows that the store is away."""
+    """Return `error`, or a StoreAwayError with its message if `failure` means that the store is away."""
     return StoreAwayError(error.message) if getattr(failure, "is_away", False) else error
 
 
@@ -253,21 +255,21 @@ _STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
 
 
 def error_with_status(status: int, explanation: str) -> str:
-    """Return the text of the error of a row that a server refused with an HTTP status."""
+    """Return the error text of a row that a server refused with an HTTP status."""
     return f"{status}: {explanation}"
 
 
 def status_in(error: str) -> tuple[int, str]:
-    """Return the HTTP status and the explanation in the error of a row; status 0 if no server replied."""
+    """Return the HTTP status and the explanation in a row's error; status 0 if no server replied."""
     refusal = _STATUS.fullmatch(error)
     return (int(refusal[1]), refusal[2]) if refusal else (0, error)
 
 
 class RequestError(Exception):
-    """One attempt at one row failed; the message becomes the row's `error` unless the row is retried."""
+    """One attempt at one row failed. Unless the row is retried, the message becomes its `error`."""
 
     body: bytes | None = None
-    """Body of the reply that refused the row; None if no reply refused it."""
+    """Body of the reply that refused the row; None if there was no such reply."""
 
     def __init__(self, message: str) -> None:
         """Create an error; secrets in the message are hidden."""
@@ -286,10 +288,10 @@ class AttemptFailedError(RequestError):
 
 
 class PreemptedError(RequestError):
-    """The runner preempted the row in favour of the server's users. The row is requeued."""
+    """The row was preempted so that the server's other users come first. It is requeued."""
 
     tokens = 0
-    """Number of output tokens that the row had so far, which are lost."""
+    """Number of output tokens of the row so far, which are lost."""
 
 
 class EngineBusyError(RequestError):
@@ -310,7 +312,7 @@ class EngineDiedError(EngineDownError):
 
 
 class BundleRefusedError(RequestError):
-    """The engine refused a request with several rows, which are then sent in halves, down to single rows."""
+    """The engine refused a request with several rows. They are sent again in halves, down to single rows."""
 
 
 class NoAnswerError(AttemptFailedError):

@@ -21,8 +21,10 @@ ENDINGS: dict[str, Kind] = {
     ".ipc": "Arrow",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".br": "brotli"}
-"""pyarrow's codecs by the last ending of a file name. Parquet files have no such ending, because they
-compress their data inside the file."""
+"""pyarrow's codecs, by the last ending of a file name.
+
+Parquet files have no such ending, because they compress their data inside the file.
+"""
 LONGEST_LINE_BYTES = 64 << 20
 """Maximum length of a line in a text file, in bytes. A record with a longer line fails."""
 
@@ -33,7 +35,7 @@ class FileFormat:
 
     kind: Kind
     ending: str
-    """The ending of the name, such as ".csv", without the ending of the compression."""
+    """Ending of the name, such as ".csv", without the ending of the compression."""
     compression: str | None
     """Name of pyarrow's codec; None for an uncompressed file."""
 
@@ -53,7 +55,7 @@ def known_format(path: str) -> FileFormat | None:
 
 
 def format_of(path: str) -> FileFormat:
-    """Return the format of a file; Parquet for an unknown ending."""
+    """Return the format that the ending of a path names; Parquet for an unknown ending."""
     return known_format(path) or FileFormat("Parquet", "", None)
 
 
@@ -74,7 +76,7 @@ def is_special(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if the file is missing or holds no JSON object."""
+    """Return the JSON object in a file; {} if the file is missing or has none."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -91,10 +93,9 @@ def cache_directory() -> Path:
 
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Matches the beginning of a URI. One slash is enough, because `Path` turns the two slashes of a URI into
-one."""
+"""Start of a URI. One slash is enough, because `Path` turns two slashes into one."""
 
 
 def is_uri(text: str) -> bool:
-    """Tell whether a text is a URI, as opposed to a path on this machine."""
+    """Tell whether a text is a URI instead of a path on this machine."""
     return _URI.match(text) is not None

@@ -15,13 +15,13 @@ from batchrunner.core.hook_process import POLL_S, Arguments, HookProcess, Proces
 from batchrunner.core.hook_protocol import HookFacts, HookResult, WorkerSetup
 
 MOST_PROCESSES = 8
-"""Default maximum number of processes. On a machine with fewer CPU cores the default is one for each core."""
+"""Default maximum number of processes. With fewer CPU cores, the default is one process per core."""
 CHUNK_ROWS = 64
 """Maximum number of rows that are sent to a process in one message."""
 
 
 class HookPool:
-    """Processes that call the functions of one job. Thread-safe.
+    """Processes that call the Python functions of one job. Thread-safe.
 
     Each thread of the pool has one process, which starts with the thread's first call.
     """
@@ -32,7 +32,7 @@ class HookPool:
         self.most_processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
         self._threads = ThreadPoolExecutor(self.most_processes, "batchrunner functions")
         self._local = threading.local()
-        """Holds the process of each thread of the pool in its attribute `process`."""
+        """Each thread of the pool keeps its process here, as the attribute `process`."""
         self._processes: list[HookProcess] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -41,10 +41,10 @@ class HookPool:
         self._senders: dict[str, set[asyncio.Task[None]]] = {}
         """Running tasks of `_send_waiting`, by job field."""
         self.facts: dict[str, HookFacts] = {}
-        """Properties of the functions, keyed by job field, such as `prompt.python`."""
+        """Properties of the functions, by job field, such as `prompt.python`."""
 
     def open(self) -> None:
-        """Start the first process, which loads the functions; raises JobError if one cannot be called."""
+        """Start the first process, which loads the functions; raise JobError if one cannot be called."""
         try:
             self._threads.submit(self._process).result()
         except HookLostError as failure:
@@ -60,9 +60,9 @@ class HookPool:
         """Call the function of the job field `place` with each row, and return the results in order. Blocks.
 
         `is_stopped` is polled during the calls. Once it returns true, the results of the last rows may be
-        missing. It may also raise. Raises HookLostError if the functions can no longer be loaded.
+        missing; it may also raise. Raises HookLostError if the functions can no longer be loaded.
         """
-        # Divide the rows evenly among the processes, rounded up.
+        # Divide the rows evenly among the processes; `-(-a // b)` rounds up.
         chunk_rows = max(1, min(CHUNK_ROWS, -(-len(rows) // self.most_processes)))
         chunks = [
             self._submit(place, rows[start : start + chunk_rows]) for start in range(0, len(rows), chunk_rows)
@@ -91,7 +91,7 @@ class HookPool:
         """
         result: asyncio.Future[HookResult] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(place, []).append((row, result))
-        # At most one sender per process takes waiting calls and sends them, until no call waits.
+        # There is at most one sender per process. It sends waiting calls until none is left.
         senders = self._senders.setdefault(place, set())
         if len(senders) < self.most_processes:
             sender = asyncio.create_task(self._send_waiting(place))
@@ -109,14 +109,15 @@ class HookPool:
             processes = [*self._processes]
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            process.kill()  # Its end also ends the wait of the pool's thread for an answer.
-        self._threads.shutdown()  # Wait for the threads, because `process.close` must not run beside them.
+            process.kill()  # This also ends the wait of the pool's thread for an answer.
+        # The threads must end first, because `process.close` must not run beside them.
+        self._threads.shutdown()
         for process in processes:
             process.close()
 
     async def _send_waiting(self, place: str) -> None:
-        """Send the waiting calls of the function of `place` in chunks until no call waits."""
-        # Let all calls of the present iteration of the event loop join the first chunk.
+        """Send the waiting calls of one function, in chunks, until none is left."""
+        # All calls of this iteration of the event loop can join the first chunk.
         await asyncio.sleep(0)
         while waiting := self._waiting.get(place):
             chunk, self._waiting[place] = waiting[:CHUNK_ROWS], waiting[CHUNK_ROWS:]
@@ -132,11 +133,11 @@ class HookPool:
                         result.set_exception(failure)
                 continue
             for (_, result), value in zip(chunk, results, strict=True):
-                if not result.done():  # The future of a cancelled caller is done already.
+                if not result.done():  # The caller may have been cancelled, and then its future is done.
                     result.set_result(value)
 
     def _submit(self, place: str, rows: Sequence[Arguments]) -> Future[list[HookResult]]:
-        """Have a process call the function of `place` with these rows; return the future of the results.
+        """Submit rows to the function of `place`; return the future of the results.
 
         If the pool is closed, the future is cancelled.
         """
@@ -148,13 +149,13 @@ class HookPool:
             return future
 
     def _results(self, place: str, rows: Sequence[Arguments]) -> list[HookResult]:
-        """Call the function of `place` with each row in this thread's process, and return the results.
+        """Call the function of `place` with each row, in this thread's process, and return the results.
 
-        A row that ends the process gets an error as its result, and a new process calls the other rows.
+        A row that ends the process gets an error as its result, and a new process takes the other rows.
         """
         results: list[HookResult] = []
-        number = [*self.facts].index(place)  # A worker process identifies a function by its index in `facts`.
-        # A call of the process may return after FLUSH_S with the results of only the first rows.
+        number = [*self.facts].index(place)  # A worker process knows a function by its index in `facts`.
+        # After FLUSH_S, a call returns the results of only the first rows.
         while len(results) < len(rows):
             try:
                 results += self._process().call(number, rows[len(results) :])
@@ -168,7 +169,7 @@ class HookPool:
         return results
 
     def _process(self) -> HookProcess:
-        """Return the process of this thread. Start a new one if the thread has none that can take rows.
+        """Return this thread's process. Start a new one if there is none that can take rows.
 
         Raises HookLostError if a new process cannot load the functions.
         """
@@ -176,7 +177,7 @@ class HookPool:
         if process is not None and process.is_fit:
             return process
         with self._lock:
-            # `close`, in another thread, kills only the processes that it finds in `_processes`.
+            # `close`, in another thread, only kills the processes that it finds in `_processes`.
             if self._is_closed:
                 raise CancelledError
             if process is not None:

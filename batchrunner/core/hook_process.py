@@ -1,4 +1,4 @@
-"""A worker process for a job's Python functions, as the run starts, calls and kills it.
+"""A worker process for a job's Python functions, as seen by the run that starts, calls and kills it.
 
 Process pools of other libraries do not fit. `concurrent.futures` and loky have no time limit, and break or
 hang when a process dies. Pebble has a time limit, but its processes import the user's main module again.
@@ -27,30 +27,33 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 """Seconds between two checks whether a process is alive and whether its run has been stopped."""
 _LONGEST_LINE = 2000
-"""Maximum number of characters of a printed line that is logged as one line; a longer line is split."""
+"""Maximum length in characters of a log line; a longer printed line is split."""
 Arguments = tuple[Any, ...]
 """Arguments of one call of a job's Python function."""
 
 
 class ProcessEndedError(Exception):
-    """A worker process ended, or was killed, during a call; the message says how."""
+    """A worker process ended, or was killed, during a call. The message says how."""
 
 
 class HookProcess:
-    """A worker process. One thread owns it and calls its methods, which block; it dies with that thread."""
+    """A worker process for Python functions. One thread owns it and calls its methods, which block.
+
+    The process ends with that thread.
+    """
 
     def __init__(self, setup: WorkerSetup, step_descriptor: int | None = None) -> None:
         """Start the process. It loads the functions once `facts` has sent it the setup.
 
-        `step_descriptor` is the file descriptor of the step memory, in which the process records the running
-        step of a rollout (STEP_BYTES). A process with step memory runs rollouts, a process without it plain
+        `step_descriptor` is the file descriptor of memory in which the process records the running step of a
+        rollout (STEP_BYTES). A process with such memory runs multi-turn rollouts, a process without it plain
         calls.
         """
         self._setup = setup
         self.is_fit = True
-        """Whether the process can take rows. A process that died, timed out or ran out of memory cannot."""
+        """Whether the process can take rows. It cannot after it died, timed out or ran out of memory."""
         our_end, its_end = socket.socketpair()
-        # The paths are made absolute, because `sys.path` may have "" for the current directory.
+        # `sys.path` may have "" for the current directory, so the paths are made absolute.
         paths = [*setup.directories, *map(os.path.abspath, sys.path)]
         # `dont_write_bytecode` keeps .pyc files away from the user's modules.
         code = (
@@ -67,8 +70,8 @@ class HookProcess:
                 stderr=subprocess.STDOUT,
                 errors="replace",
                 pass_fds=shared,
-                # In a session of its own, Ctrl-C in the terminal does not reach the process, and `kill` also
-                # ends the programs that a function has started.
+                # In a session of its own, the process gets no Ctrl-C from the terminal, and `kill` also ends
+                # programs that a function has started.
                 start_new_session=True,
             )
         self.channel = Channel(our_end)
@@ -84,7 +87,7 @@ class HookProcess:
             (reply,) = self._request(self._setup, limit_s=TIMING.hook_import)
         except ProcessEndedError as failure:
             raise HookLostError(f"{self._setup.names}: cannot be imported: the import {failure}") from None
-        if isinstance(reply, str):  # A reply that is a text says why a function cannot be loaded.
+        if isinstance(reply, str):  # A text says why a function cannot be loaded.
             self.is_fit = False
             raise HookLostError(reply)
         facts: Sequence[HookFacts] = reply
@@ -94,22 +97,22 @@ class HookProcess:
         """Call function `number` (its index in `facts`) with each row, and return the results in order.
 
         After FLUSH_S the process stops early, and returns only the results of the first rows. Raises
-        ProcessEndedError if the process ends or exceeds the time limit of the call.
+        ProcessEndedError if the process ends, or if the call exceeds its time limit.
         """
         limit_s = self._setup.limit_s
         results, self.is_fit = self._request(number, rows, limit_s=limit_s, limit_name=" (limits.python)")
-        checked: list[HookResult] = results  # The assignment tells the type checker the type.
+        checked: list[HookResult] = results
         return checked
 
     def kill(self) -> None:
-        """Kill the process and its child processes; a call that waits for the process then fails."""
+        """Kill the process and its child processes. A call that waits for the process then fails."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Kill the process and wait for its end.
 
-        Only the thread that owns the process may call this method. After its end, any thread may.
+        Only the thread that owns the process may call this; after that thread has ended, any thread may.
         """
         self.kill()
         self._process.wait()
@@ -118,11 +121,11 @@ class HookProcess:
         self._printing.join(1.0)
 
     def has_ended(self) -> bool:
-        """Tell whether the process has ended. A child of an ended process may still keep the channel open."""
+        """Tell whether the process has ended. Its child processes may still keep the channel open."""
         return self._process.poll() is not None
 
     def how_it_ended(self) -> str:
-        """Wait for the end of a process that has closed its channel; return how it ended, in words."""
+        """Wait for the end of a process that has closed its channel; return in words how it ended."""
         try:
             status = self._process.wait(TIMING.hook_end)
         except subprocess.TimeoutExpired:
@@ -136,18 +139,18 @@ class HookProcess:
     def _request(self, *values: Any, limit_s: float, limit_name: str = "") -> tuple[Any, ...]:
         """Send values and return the reply.
 
-        Raises ProcessEndedError if the process ends, or does not reply within `limit_s`. `limit_name` names
-        the limit in the message.
+        Raises ProcessEndedError if the process ends, or does not reply within `limit_s`. `limit_name` is the
+        name of the limit in the message.
         """
-        # The worker itself ends a call after `limit_s`. Before that, it may spend FLUSH_S on other rows.
+        # The worker itself ends a call after `limit_s`. Before, it may have spent FLUSH_S on other rows.
         ends_at = time.monotonic() + limit_s + FLUSH_S + TIMING.hook_end
-        # An EOFError or OSError means that the process has closed its end of the channel.
+        # EOFError and OSError mean that the process has closed its end of the channel.
         with contextlib.suppress(EOFError, OSError):
             self.channel.send(*values)
             while time.monotonic() < ends_at:
                 if self.channel.can_receive(POLL_S):
                     return self.channel.receive()
-                if self.has_ended():  # A child process may keep the channel open, so no EOFError came.
+                if self.has_ended():  # A child process may keep the channel open. Then no EOFError comes.
                     raise EOFError
             self.is_fit = False
             raise ProcessEndedError(f"took more than {limit_s:g} s{limit_name}")
@@ -156,7 +159,6 @@ class HookProcess:
 
 
 def _log_lines(output: IO[str]) -> None:
-    """Log each line that a worker process prints."""
     with output:
         while line := output.readline(_LONGEST_LINE):
             if text := line.rstrip():

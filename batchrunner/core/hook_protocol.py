@@ -1,6 +1,6 @@
-"""The protocol between a run and its worker processes: frames on a socket, and the records that they carry.
+"""The protocol between a run and its worker processes for Python functions: messages on a socket.
 
-A frame is a pickle, preceded by its length in eight bytes.
+A message (frame) is a pickle after its length in eight bytes.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FLUSH_S = 1.0
-"""Seconds of work after which a worker process returns the results so far, even if it has not called the
-function with all rows that it was sent."""
+"""Seconds after which a worker process returns the results so far, although rows remain."""
 _OTHERS_CODE = (str(Path(__file__).parent.parent), *{*sysconfig.get_paths().values(), "<frozen"})
 """Path prefixes of code that the user did not write: this package, Python and its installed packages."""
 _LONGEST_ERROR = 500
-"""Maximum number of characters of a row's error."""
+"""Maximum length of a row's error in characters."""
 _LENGTH = struct.Struct("=Q")
-"""Format of the length of a frame (a message between a run and a worker process)."""
+"""Format of the length in front of a message between a run and a worker process."""
 
 
 def frame(*values: Any) -> bytes:
-    """Return a frame (a message with its length in front) that contains the values."""
+    """Return a message with its length in front, which contains the values."""
     content = pickle.dumps(values)
     return _LENGTH.pack(len(content)) + content
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...]:
-    """Return the values of the next frame (message with its length in front) from a stream.
+    """Read the next message (with its length in front) from a stream, and return its values.
 
     Raises EOFError once the other end has closed.
     """
@@ -48,17 +47,17 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...]:
 
 
 class Channel:
-    """One end of the socket between a run and a worker, for a thread that may block."""
+    """One end of the socket between a run and a worker process, for a thread that may block."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Send and receive frames (messages) on `connection`, which `close` closes."""
+        """Send and receive messages on `connection`, which `close` closes."""
         self.socket = connection
         self._reader = connection.makefile("rb")
         self._poll = select.poll()  # select.select() would fail for descriptors above 1023.
         self._poll.register(connection, select.POLLIN)
 
     def send(self, *values: Any) -> None:
-        """Send the values as one frame (message). Raises OSError if the other end has closed."""
+        """Send the values as one message. Raises OSError if the other end has closed."""
         self.socket.sendall(frame(*values))
 
     def can_receive(self, timeout_s: float) -> bool:
@@ -66,7 +65,7 @@ class Channel:
         return bool(self._poll.poll(1000 * timeout_s))
 
     def receive(self) -> tuple[Any, ...]:
-        """Wait for the next frame (message), and return its values.
+        """Wait for the next message, and return its values.
 
         Raises EOFError or OSError once the other end has closed.
         """
@@ -99,16 +98,18 @@ class HookFacts(NamedTuple):
     where: str
     """Job field that names the function, such as `prompt.python`."""
     name: str
-    """Name of the function in messages, `module:function`."""
+    """Name of the function in messages: `module:function`."""
     columns: tuple[tuple[str, Any], ...] = ()
     """Result columns that the function makes, with their types."""
     takes_row: bool = False
-    """Whether the function's arguments are the answer and the row, instead of the answer alone."""
+    """Whether the function takes the row as a second argument, after the answer."""
     reads: tuple[str, ...] | None = None
-    """Columns of the row that the function reads, according to the annotation of its argument; None means all
-    columns."""
+    """Columns of the row that the function declares to read, by the annotation of its argument.
+
+    None for all.
+    """
     code_digest: str | None = None
-    """Digest of the function's source code; None if the source is not available."""
+    """Digest of the function's source code; None without source."""
 
 
 class HookLoadError(Exception):
@@ -120,11 +121,13 @@ class UnusableValueError(Exception):
 
 
 class WorkerSetup(NamedTuple):
-    """Everything that a worker process needs before its first call."""
+    """What a worker process needs before its first call."""
 
     load: Callable[[], tuple[Sequence[HookFacts], Sequence[Callable[..., Any]]]]
-    """Loads the functions. Returns their properties, and the functions themselves, which may raise
-    UnusableValueError. Raises HookLoadError if a function cannot be loaded."""
+    """Loads the functions; returns their properties, and callables that may raise UnusableValueError.
+
+    Raises HookLoadError if a function cannot be loaded.
+    """
     names: str
     """Names of the functions, for messages."""
     directories: tuple[str, ...]
@@ -132,7 +135,7 @@ class WorkerSetup(NamedTuple):
     limit_s: float
     """Time limit of one call, in seconds."""
     memory_bytes: int
-    """Memory limit of the worker in bytes, beyond the memory of its imported modules."""
+    """Memory limit of the process in bytes, beyond the memory of its imports."""
 
 
 class CallTooLongError(BaseException):
@@ -140,14 +143,15 @@ class CallTooLongError(BaseException):
 
 
 def failure_text(place: str, failure: BaseException, limit_s: float = 0.0) -> str:
-    """Return the error text of a row for which the function of the job field `place` raised `failure`.
+    """Return the error text of a row for which a Python function raised `failure`.
 
-    The text has the field, the file and line in the user's code, the class of the exception and its message.
+    It has the job field (`place`), the file and line in the user's code, and the exception's class and
+    message.
     """
     if isinstance(failure, UnusableValueError):
         return f"{place}: {failure}"
     frames = traceback.extract_tb(failure.__traceback__)
-    # asyncio.TaskGroup wraps the exceptions of its tasks in a group. Report the first of them.
+    # asyncio.TaskGroup wraps exceptions in a group. Report the first one.
     while isinstance(failure, BaseExceptionGroup):
         failure = failure.exceptions[0]
         frames += traceback.extract_tb(failure.__traceback__)

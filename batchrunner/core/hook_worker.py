@@ -34,8 +34,8 @@ _PR_SET_PDEATHSIG = 1
 def main(descriptor: int, step_descriptor: int | None) -> None:
     """Load the functions, and call them until the run closes its end of the socket.
 
-    `descriptor` is this process's end of the socket. With `step_descriptor`, the file descriptor of the step
-    memory, the worker runs rollouts, otherwise plain calls.
+    `descriptor` is this process's end of the socket. `step_descriptor` is the file descriptor of memory
+    shared with the run. With it, the worker runs multi-turn rollouts, otherwise plain calls.
     """
     channel = Channel(socket.socket(fileno=descriptor))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -45,7 +45,8 @@ def main(descriptor: int, step_descriptor: int | None) -> None:
         try:
             facts, functions = setup.load()
         except HookLoadError as failure:
-            channel.send(str(failure))  # The run gets this text in place of the properties of the functions.
+            # The run expects properties of the functions. A text instead says why there are none.
+            channel.send(str(failure))
             return
         _limit_memory(setup.memory_bytes)  # Memory that the imports took does not count for the limit.
         channel.send(facts)
@@ -56,9 +57,8 @@ def main(descriptor: int, step_descriptor: int | None) -> None:
 
 
 def _prepare_process() -> None:
-    """Set up this process before the user's code runs in it."""
-    # The kernel kills this process when the thread that owns it ends. Without prctl, the next read of the
-    # channel fails instead.
+    # The kernel kills this process when the thread that owns it ends. Without prctl, its next read of the
+    # channel fails.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _leave_stop_signals_to_the_run()
@@ -71,9 +71,9 @@ def _answer_calls(
     facts: Sequence[HookFacts],
     functions: Sequence[Callable[..., Any]],
 ) -> None:
-    """Receive messages with rows, and send back the results of calls with these rows.
+    """Receive messages with rows, call functions with these rows, and send back the results.
 
-    Each message names one of the `functions` by its index. Return once this process cannot take more rows.
+    Each message names one of the `functions` by its index. Returns once this process cannot take more rows.
     """
     signal.signal(signal.SIGALRM, _raise_call_too_long)
     is_fit = True
@@ -86,10 +86,10 @@ def _answer_calls(
 def _call_all(
     function: Callable[..., Any], place: str, rows: Sequence[tuple[Any, ...]], limit_s: float
 ) -> tuple[list[HookResult], bool]:
-    """Call the function with each row; return the results, and whether this process can take further rows.
+    """Call the function with each row; return the results, and whether this process can take more rows.
 
-    The calls end early after FLUSH_S, or once the process cannot take further rows. The results are then
-    those of the first rows.
+    The calls end early after FLUSH_S, or once the process cannot take more rows. Then only the first rows
+    have results.
     """
     results: list[HookResult] = []
     process, flush_at = os.getpid(), time.monotonic() + FLUSH_S
@@ -101,10 +101,10 @@ def _call_all(
                 result = HookResult(function(*row))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                if os.getpid() != process:  # The function forked and came back in the child process, too.
+                if os.getpid() != process:  # The function forked, and this is the child process.
                     os._exit(0)
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything, SystemExit too
-            # A function that was interrupted may still hold a lock, so a later call could hang.
+            # An interrupted function may still hold a lock, so a later call could hang.
             is_fit = not isinstance(failure, (CallTooLongError, MemoryError))
             result = HookResult(None, failure_text(place, failure, limit_s))
         results.append(result)
@@ -118,15 +118,15 @@ def _raise_call_too_long(*_: object) -> None:
 
 
 def _leave_stop_signals_to_the_run() -> None:
-    """Ignore the signals that stop a run, but not in child processes that the user's functions start."""
+    """Ignore the signals that stop a run, except in child processes that the user's functions start."""
 
     def restore_in_child() -> None:
         for number in STOP_SIGNALS:
-            # multiprocessing ends its child processes by SIGTERM, so they must not ignore the signal.
+            # multiprocessing ends its child processes by SIGTERM, so they must not ignore it.
             signal.signal(number, signal.SIG_DFL)
 
     for number in STOP_SIGNALS:
-        # The handler is an empty function, because programs that a function starts would inherit SIG_IGN.
+        # SIG_IGN would be inherited by programs that a function starts. An empty handler is not.
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=restore_in_child)
 

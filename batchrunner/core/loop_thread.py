@@ -19,27 +19,32 @@ from batchrunner.core.errors import BatchrunError
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
 STOP: ContextVar[Future[None] | None] = ContextVar("STOP", default=None)
-"""Future that completes when the caller cancels the blocking call that runs in this context. Work that the
-call has started on an event loop is then cancelled, too. None outside `call_in_thread`."""
+"""Future of the blocking call in this context, done when the call's caller is cancelled.
+
+Work that the call has started on an event loop is then cancelled too. It is None outside of `call_in_thread`.
+"""
 
 
 class LoopWork(Generic[T]):
     """A coroutine that runs on the event loop of another thread.
 
-    The coroutine is cancelled at most once, because a cancelled run still writes its finished rows, which a
-    second cancellation would interrupt.
+    It is cancelled at most once: a cancelled run still writes its finished rows, and a second cancellation
+    would interrupt that.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Start the coroutine that `work` returns; raises RuntimeError if the loop is closed."""
+        """Start the coroutine that `work` returns; raise RuntimeError if the loop is closed."""
         self._loop = loop
         self._task: asyncio.Task[T] | None = None
         self._is_cancelled = False
         self.result: Future[T] = Future()
-        """Completes when the coroutine has ended, with a BatchrunError if it was cancelled."""
-        self.result.set_running_or_notify_cancel()  # Nobody can cancel a running future.
+        """Future with the coroutine's result.
+
+        Its exception is a BatchrunError if the coroutine was cancelled.
+        """
+        self.result.set_running_or_notify_cancel()  # A running future cannot be cancelled.
         loop.call_soon_threadsafe(self._begin, work)
-        # STOP completes if this thread works for a coroutine of the program that was cancelled.
+        # STOP is set in a thread that works for a coroutine of the program, and done when that is cancelled.
         if (stop := STOP.get()) is not None:
             stop.add_done_callback(lambda _: self.cancel())
 
@@ -52,7 +57,7 @@ class LoopWork(Generic[T]):
     def wait(self) -> T:
         """Wait for the coroutine and return its result; a Ctrl-C cancels the coroutine.
 
-        Raises BatchrunError if the coroutine was cancelled, as happens when the engine is closed.
+        Raises BatchrunError if the coroutine was cancelled, for example because the engine was closed.
         """
         try:
             return self.result.result()
@@ -63,7 +68,7 @@ class LoopWork(Generic[T]):
     async def wait_async(self) -> T:
         """Wait for the coroutine and return its result; cancelling this call cancels the coroutine.
 
-        Raises BatchrunError if the coroutine was cancelled, as happens when the engine is closed.
+        Raises BatchrunError if the coroutine was cancelled, for example because the engine was closed.
         """
         try:
             return await asyncio.wrap_future(self.result)
@@ -82,9 +87,9 @@ class LoopWork(Generic[T]):
         await asyncio.gather(asyncio.wrap_future(self.result), return_exceptions=True)
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Start the coroutine. This method runs in the thread of the loop."""
+        """Start the coroutine. Called in the thread of the loop."""
 
-        # `work` is called within the task, so that its exceptions also reach `result`.
+        # `work` is called inside of the task, so that its exceptions also reach `result`.
         async def run() -> T:
             return await work()
 
@@ -97,7 +102,7 @@ class LoopWork(Generic[T]):
             self._task.cancel()
 
     def _end(self, task: asyncio.Task[T]) -> None:
-        """Complete `result` with the result or the error of the task that has ended."""
+        """Set `result` to the result or the error of the task that has ended."""
         if task.cancelled():
             self.result.set_exception(BatchrunError(_CLOSED))
         elif (failure := task.exception()) is not None:
@@ -123,17 +128,17 @@ class LoopThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel the work that has not ended, wait for its end, and end the thread."""
-        # A thread whose work is cancelled may start more work here to clean up, so the loop is still open.
+        """Cancel all work, wait for its end, and end the thread."""
+        # Cancelled work may start more work here to clean up, so the loop is still open.
         self.cancel_all()
         with self._lock:
             self._is_closed = True
-        self.cancel_all()  # Cancel the work that other threads started during the first `cancel_all`.
+        self.cancel_all()  # Other threads may have started work during the first `cancel_all`.
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> LoopWork[T]:
-        """Start a coroutine on the loop; raises BatchrunError if the `with` block has ended."""
+        """Start a coroutine on the loop; raise BatchrunError if the `with` block has ended."""
         with self._lock:
             if self._is_closed:
                 raise BatchrunError(_CLOSED)
@@ -147,7 +152,7 @@ class LoopThread:
         return self.start(work).wait()
 
     def cancel_all(self) -> None:
-        """Cancel all work, such as streams that a program left open, and wait until the work has ended."""
+        """Cancel all work, such as streams that a program left open, and wait for its end."""
         for work in list(self._works):
             work.cancel_and_wait()
 
@@ -159,7 +164,7 @@ class LoopThread:
 async def call_in_thread(blocking: Callable[..., T], *args: Any, **options: Any) -> T:
     """Run a blocking call in a separate thread and return its result.
 
-    If this coroutine is cancelled, the work that the call has started on an event loop is cancelled, too.
+    If this coroutine is cancelled, the work that the call has started on an event loop is cancelled too.
     """
     stop: Future[None] = Future()
     context = copy_context()
@@ -169,7 +174,7 @@ async def call_in_thread(blocking: Callable[..., T], *args: Any, **options: Any)
     thread = ThreadPoolExecutor(1, "batchrunner call")
     call = asyncio.get_running_loop().run_in_executor(thread, work)
     try:
-        # A thread cannot be cancelled. `shield` keeps `call`, which ends by itself once STOP completes.
+        # A thread cannot be cancelled. `shield` keeps `call`, which ends by itself once STOP is done.
         return await asyncio.shield(call)
     except asyncio.CancelledError:
         stop.set_result(None)

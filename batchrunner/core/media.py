@@ -9,21 +9,20 @@ KindName: TypeAlias = Literal["image", "audio", "video"]
 
 
 class BadFileError(Exception):
-    """An image, audio, video or document cannot be sent; the text names the file, then the reason."""
+    """An image, audio, video or document cannot be sent. The text names the file, then the reason."""
 
 
 class MediaKind(NamedTuple):
     """A kind of media (image, audio or video), with its names in jobs and in SGLang (0.5.23)."""
 
     name: KindName
-    """Type of a part of a chat message in Hugging Face's format; also the name of the kind in messages."""
+    """Type of a part of a chat message in Hugging Face's format; also the kind's name in messages."""
     media_type: str
-    """Media type in data URLs. SGLang does not read the media type, only the content."""
+    """Media type in data URLs. SGLang only reads the content, not the media type."""
     field: str
-    """Field of the job's `prompt` that names the columns with files of this kind."""
+    """Field of the job's `prompt` with the columns that have files of this kind."""
     usual_bytes: int
-    """Assumed size in bytes of a file that has not been read yet. It limits the memory of files that are read
-    ahead."""
+    """Assumed size in bytes of a file that has not been read yet, to limit the memory for files."""
 
     @property
     def url_part(self) -> str:
@@ -37,7 +36,7 @@ class MediaKind(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """Placeholder of a file in the text of a prompt in LLaVA's format, such as `<image>`."""
+        """Placeholder of a file in a text, in LLaVA's format, such as `<image>`."""
         return f"<{self.name}>"
 
 
@@ -48,22 +47,22 @@ KINDS: Mapping[KindName, MediaKind] = {kind.name: kind for kind in (IMAGE, AUDIO
 PDF_FIELD = "pdf"
 """Field of `prompt` with PDF documents, whose pages are sent as images."""
 KIND_OF_FIELD = {**{kind.field: kind for kind in KINDS.values()}, PDF_FIELD: IMAGE}
-"""Kind of media that is sent to the engine, by the field of `prompt` that names the column of the files."""
+"""Kind of media that is sent to the engine, by field of `prompt`."""
 
 
 class MediaRules(NamedTuple):
-    """Options of the files in a column: those of the job's `prompt.images`, `audio`, `videos` or `pdf`."""
+    """Rules for reading the files in a column, from the job's `prompt.images`, `audio`, `videos` or `pdf`."""
 
     folder: str
     """Directory that relative paths start from."""
     confined: bool
-    """Whether all paths must lie inside `folder`."""
+    """Whether all paths must be inside `folder`."""
     allow_urls: bool
     """Whether a value may be a URL, which is then downloaded."""
     max_pixels: int | None
-    """Limit of pixels of an image; None for no limit. A larger image is scaled down."""
+    """Maximum number of pixels of an image; None for no limit. A larger image is scaled down."""
     dpi: float | None = None
-    """Dots per inch of the pages of a PDF document; None for other files."""
+    """Resolution of PDF pages in dots per inch; None for other files."""
     kind: KindName = "image"
     """Kind of media that is sent to the engine."""
 
@@ -77,22 +76,21 @@ class PromptFile(NamedTuple):
     """A file of a prompt: an image, audio, a video, or a PDF document, whose pages are sent as images."""
 
     key: bytes
-    """Hash of the content, or of the path or URL; equal files have equal keys."""
+    """Hash of the content, or of the path or URL. Equal files have equal keys."""
     tokens: int
     """Estimated number of prompt tokens of the file."""
     label: str
-    """Origin of the file in words, for messages."""
+    """Where the file comes from, in words for messages."""
     content: bytes
-    """Bytes of the file from the input. Empty if the input has a path or URL, and once `ready` is set."""
+    """Bytes of the file, if the input has them and `ready` is not set yet; else empty."""
     place: str
-    """Path or URL of the file; empty if the input has the bytes."""
+    """Path or URL of the file; empty if the input has its bytes."""
     pages: str
     """Pages of a PDF document to send, such as `1-3,7` or `all`; see `page_ranges`."""
     rules: MediaRules
-    """Options of the column that the file comes from."""
+    """Rules for reading the files of this column."""
     ready: tuple[bytes, ...] | None = None
-    """Bytes to send (PNG, WAV, MP4 and such): one entry, or one for each page; None before the file is
-    prepared."""
+    """Bytes to send (PNG, WAV, MP4 and such), one entry per file or page; None before the file is read."""
 
     @property
     def kind(self) -> MediaKind:
@@ -111,12 +109,12 @@ class PromptFile(NamedTuple):
 
 
 def file_of_part(part: Any) -> int | None:
-    """Return the index of the file that a part of a message refers to; None for a part without a file."""
+    """Return the index of the file that a message part refers to; None for a part without a file."""
     if not isinstance(part, Mapping):
         return None
     kind = part.get("type")
     index = part.get(kind) if isinstance(kind, str) and kind in KINDS else None
-    # A bool is no index, although it is an `int`.
+    # A bool is an `int`, but no index.
     return index if type(index) is int else None
 
 
@@ -139,7 +137,7 @@ _PAGES = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*")
 def page_ranges(pages: str) -> list[range]:
     """Return the ranges of page numbers in a text such as `1-3,7`; `all` is a range without an end.
 
-    Page numbers start at 1. Raises ValueError for another text; the message tells what is wrong.
+    Page numbers start at 1. Raises ValueError, which says what is wrong, for any other text.
     """
     if pages.strip() == "all":
         return [range(1, sys.maxsize)]

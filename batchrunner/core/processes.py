@@ -10,17 +10,20 @@ from types import FrameType
 from typing import Self
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run. Slurm, systemd and `timeout` send a signal to all processes of a run. The child
-processes of a run ignore these signals, because the run still needs the processes for its rows in flight."""
+"""Signals that stop a run.
+
+Slurm, systemd and `timeout` send a signal to all processes of a run. Child processes ignore these signals,
+because the run still needs them for rows in flight.
+"""
 
 
 class SignalWatch:
     """Passes each signal to a listener at once, even while the main thread blocks.
 
-    Python runs the handler of a signal in the main thread, and an event loop runs its handlers between two
-    callbacks. Both must wait while a call blocks. Python's C handler, however, writes the number of the
-    signal to a pipe at once (`signal.set_wakeup_fd`). A thread of this class reads the pipe, and copies the
-    numbers to the pipe that was set before, such as the pipe of an event loop.
+    Python runs signal handlers in the main thread, and an event loop runs its own between two callbacks. Both
+    wait while a call blocks. But Python's C handler writes the signal's number to a pipe at once
+    (`signal.set_wakeup_fd`). A thread of this class reads the pipe. It copies the numbers to the pipe that
+    was set before, such as that of an event loop.
     """
 
     def __init__(
@@ -32,8 +35,8 @@ class SignalWatch:
     ) -> None:
         """Prepare to call `listener` with each signal, in a separate thread.
 
-        The signals in `caught` have no other effect during the `with` block. Signals that were ignored before
-        the block stay ignored, except those in `requests`, which ask the process to do something.
+        During the `with` block, signals in `caught` have no other effect. Signals that were ignored before
+        stay ignored, except those in `requests`, which ask the process to do something.
         """
         self._listener = listener
         self._caught = caught
@@ -43,14 +46,14 @@ class SignalWatch:
         self._thread = threading.Thread(target=self._read, daemon=True, name="signals")
 
     def __enter__(self) -> Self:
-        """Start listening. Outside the main thread, in which Python sets no handlers, do nothing."""
+        """Start listening. Outside of the main thread, where Python sets no handlers, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             return self
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._previous_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        # The empty handler replaces the default action of the signal, which may be to end the process. A
-        # signal that was ignored stays ignored: the program that started this process decided that.
+        # The default action of the signal may be to end the process, so an empty handler replaces it. If the
+        # program that started this process ignores the signal, it stays ignored.
         for number in self._caught:
             if number in self._requests or signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, ignore_signal)
@@ -64,15 +67,14 @@ class SignalWatch:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_pipe, warn_on_full_buffer=False)
-        os.close(self._write_end)  # The end of the pipe makes `_read` return, which ends the thread.
+        os.close(self._write_end)  # `_read` returns at the end of the pipe, which ends the thread.
         self._thread.join()
         os.close(self._read_end)
 
     def _read(self) -> None:
         """Pass on each signal until `__exit__` closes the write end of the pipe."""
         while numbers := os.read(self._read_end, 64):
-            # The write fails if no other pipe was set. It also fails if the other pipe is full. Its reader
-            # then has signals to handle anyway.
+            # The write fails if no other pipe was set, or if it is full. A full pipe wakes its reader anyway.
             with contextlib.suppress(OSError):
                 os.write(self._previous_pipe, numbers)
             for number in numbers:
@@ -103,9 +105,9 @@ def repeating(action: Callable[[], object], every_s: float, *, thread: str) -> I
 
 @contextlib.contextmanager
 def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads, and wait for the end of the threads after the block.
+    """Yield a pool of threads, and wait for their end after the block.
 
-    After a Ctrl-C do not wait, because a thread may hang on a network mount that never answers.
+    After a Ctrl-C there is no wait, because a thread may hang on a network mount that never answers.
     """
     pool = ThreadPoolExecutor(threads)
     try:

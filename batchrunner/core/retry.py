@@ -1,4 +1,4 @@
-"""The policy by which failed requests to object stores and the Hugging Face Hub are repeated."""
+"""The policy for repeating failed requests to object stores and the Hugging Face Hub."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +16,9 @@ def backoff(
 ) -> dict[str, Any]:
     """Return a retry policy as arguments of tenacity's `Retrying` or `AsyncRetrying`.
 
-    An attempt that ends with a transient error is repeated after a pause. The first pause is `first_s`, by
-    default `TIMING.first_retry`. Each further pause is twice as long, up to `TIMING.longest_retry`. The last
-    of `attempts` raises its error.
+    After a transient error, there is a pause and another attempt. The first pause is `first_s`, by default
+    `TIMING.first_retry`. Each further pause is twice as long, up to `TIMING.longest_retry`. The last of
+    `attempts` raises its error.
     """
     return {
         "retry": retry_if_exception(is_transient),

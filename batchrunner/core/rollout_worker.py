@@ -1,7 +1,7 @@
 """Multi-turn rollouts in a worker process: coroutines of the job's function, for many rows side by side.
 
-`dispatch.rollouts` starts the rollouts and answers their calls of `generate`. A frame has the number of a
-rollout, the number of its call of `generate` (None for the rollout itself), and a value.
+`dispatch.rollouts` starts the rollouts and answers their calls of `generate`. A message between the processes
+has the number of a rollout, the number of its call of `generate` (None for the rollout itself), and a value.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from batchrunner.core.hook_protocol import Channel, HookFacts, failure_text, fra
 from batchrunner.core.types import ROLLOUT
 
 STEP_BYTES = 16
-"""Size in bytes of the step memory, which this process shares with the run. A step is the code that a rollout
-runs between two awaits. The step memory holds the start time of the running step and the number of its
-rollout, so that the run can end a step that exceeds its time limit."""
+"""Size in bytes of the memory in which a worker process shows the run which rollout is running.
+
+A step is the code that a rollout runs between two awaits. The memory has the start time of the running step
+and the number of its rollout, so that the run can end a step that exceeds its time limit.
+"""
 _STARTED = 0
-"""Index of the start time of the running step in the step memory (STEP_BYTES), in seconds of
-`time.monotonic`."""
+"""Index, in the shared memory, of the time at which the running step began (`time.monotonic`, in seconds)."""
 _ROLLOUT = 1
-"""Index of the number of the running rollout in the step memory (STEP_BYTES). The number is 0 while no
-rollout runs."""
+"""Index, in the shared memory, of the number of the running rollout; 0 while none runs."""
 
 
 def step_memory(descriptor: int) -> memoryview[float]:
-    """Return the step memory (see STEP_BYTES) behind a file descriptor as two doubles.
+    """Return the memory behind a file descriptor (see STEP_BYTES) as two doubles.
 
-    A memoryview reads and writes each double as a whole; `struct` would do so byte by byte.
+    A memoryview reads and writes a double as a whole; `struct` would do so byte by byte.
     """
     return memoryview(mmap.mmap(descriptor, STEP_BYTES)).cast("d")
 
 
 def running_step(memory: memoryview[float]) -> tuple[int, float]:
-    """Return the number of the rollout that runs (0 if none), and the time at which its current step began.
+    """Return the number of the rollout that is running (0 if none), and the time at which its step began.
 
-    The worker may write at the same time. It writes the start time before the number, and this function
-    reads them in the opposite order, so that the start time is never that of an earlier step.
+    The worker may write at the same time: first the start time, then the number. This function reads them in
+    the opposite order, so that the start time is never that of an earlier step.
     """
     return int(memory[_ROLLOUT]), memory[_STARTED]
 
 
 class GenerateError(Exception):
-    """Raised by `generate` in a rollout when there is no good answer; the message says why."""
+    """`generate` has no good answer for a rollout; the message says why."""
 
     __module__ = "batchrunner"
 
@@ -65,7 +65,7 @@ class RolloutToolCall:
     id: str | None
     name: str
     arguments: Any
-    """The arguments, parsed as JSON; the text as it is if it is not JSON."""
+    """The arguments, parsed as JSON; the text itself if it is not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class RolloutAnswer:
 
     @property
     def reasoning(self) -> str | None:
-        """Reasoning of the model before its answer to a chat; None if the job does not ask for reasoning."""
+        """Reasoning of the model before its answer to a chat; None if the job does not ask for it."""
         return self.columns.get("reasoning")
 
     @property
@@ -107,7 +107,7 @@ class RolloutAnswer:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a JSON text; return any other text unchanged."""
+    """Return the value of a JSON text; any other text unchanged."""
     try:
         return json.loads(text)
     except (TypeError, ValueError):
@@ -138,7 +138,7 @@ def run_rollouts(
 class _Loop(asyncio.SelectorEventLoop):
     """Event loop that records which rollout is running a step, and when the step began.
 
-    The record is in the step memory, which this process shares with the main process (STEP_BYTES).
+    The record is in memory shared with the main process (STEP_BYTES).
     """
 
     def __init__(self, steps: memoryview[float]) -> None:
@@ -152,17 +152,16 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_soon(self._call, callback, args, context=context)
 
     def _call(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Call a function as one step; record its start time and its rollout for the main process.
-
-        The record is in the step memory, which both processes share.
-        """
-        # The start time is written before the number, as `running_step` expects.
+        """Call a function as one step; record its rollout and start time in the shared memory."""
+        # `running_step` expects that the start time is written before the number.
         self._steps[_STARTED] = time.monotonic()
         self._steps[_ROLLOUT] = _CURRENT.get()
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            pass  # The task of the rollout has stored the exception. Raised here, it would end all rollouts.
+            # The task of the rollout has stored the exception. If it were raised here, it would end all
+            # rollouts.
+            pass
         finally:
             self._steps[_ROLLOUT] = 0
 
@@ -176,19 +175,18 @@ class _Rollout:
     """The rollout of one row, with its calls of `generate` that have no answer yet."""
 
     number: int
-    """Number by which the run refers to the rollout."""
+    """Number that identifies the rollout in messages to the run."""
     send: Callable[[bytes], None]
-    """Sends a frame (message) to the run."""
+    """Sends a message to the run."""
     call_numbers: count[int] = field(default_factory=count)
-    """Numbers of the rollout's calls of `generate`."""
     unanswered: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    """Futures of the answers that the run has not sent yet, by the numbers of the calls."""
+    """Answers that the run has not sent yet, by the number of the call."""
 
     async def run(
         self, rollout_function: Callable[..., Coroutine[Any, Any, Any]], row: dict[str, Any]
     ) -> None:
         """Run the function for a row, and send its result, or the error of the row, to the run."""
-        # The value of the reply is a pair of the result and the error, one of which is empty.
+        # The reply is a pair of the result and the error, of which one is empty.
         try:
             reply = frame(self.number, None, (await rollout_function(row, self.generate), None))
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything
@@ -200,7 +198,7 @@ class _Rollout:
     async def generate(
         self, prompt: Any, *, schema: Any = None, tools: Any = None, **sampling: Any
     ) -> RolloutAnswer:
-        """Ask the model and return an accepted answer; raises GenerateError if there is none.
+        """Ask the model and return an accepted answer; raise GenerateError if there is none.
 
         `prompt` is a list of messages, a text or a list of token ids; `schema` is a JSON Schema or a pydantic
         model. `tools` and `sampling` take precedence over those of the job.
@@ -222,24 +220,24 @@ class _Rollout:
             result: RolloutAnswer | str = await answer
         finally:
             del self.unanswered[number]
-        if isinstance(result, str):  # A result that is a text says why there is no accepted answer.
+        if isinstance(result, str):  # A text says why there is no accepted answer.
             raise GenerateError(result)
         return result
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy array or scalar as plain Python values for JSON; raises TypeError for other objects."""
+    """Convert a NumPy array or scalar to plain Python values for JSON; raise TypeError for other objects."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is neither a scalar nor a list or dict of scalars")
 
 
 async def _serve(rollout_function: Callable[..., Coroutine[Any, Any, Any]], descriptor: int) -> None:
-    """Start, cancel and answer rollouts as the run asks; raises EOFError once the run closes its end.
+    """Start, cancel and answer rollouts as the run asks; raise EOFError once the run closes its end.
 
-    A frame from the run has the number of a rollout, the number of a call of `generate` or None, and a value.
-    With the number of a call, the value is the answer to this call. Without it, the value is either the row
-    for which a rollout starts, or None to cancel the rollout.
+    A message from the run has the number of a rollout, the number of a call of `generate` or None, and a
+    value. With the number of a call, the value is the answer to it. Without, the value is the row for which a
+    rollout starts, or None to cancel the rollout.
     """
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     running: dict[int, tuple[_Rollout, asyncio.Task[None]]] = {}

@@ -1,6 +1,6 @@
 """Parsing of SGLang's replies, the same for all endpoints: JSON that may need repair, errors, and aborts.
 
-Whatever bytes a server sends, reading them ends with a value or with the RequestError of a row.
+Whatever bytes a server sends, the result is a value or the RequestError of a row.
 """
 
 import json
@@ -24,22 +24,22 @@ from batchrunner.core.errors import (
 )
 
 MOST_TOKENS = (1 << 31) - 1
-"""Maximum value of a token count or token id, because the columns of the results have signed 32-bit
-integers."""
+"""Maximum value of a token count or token id: result columns have signed 32-bit integers."""
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 """A count of tokens, or a token id, in a reply."""
 Word = Annotated[str, msgspec.Meta(max_length=100)]
-"""A finish reason in a reply. The limit of its length is far above the length of SGLang's finish reasons."""
+"""A finish reason in a reply, with a length limit far above SGLang's finish reasons."""
 
 LOWEST = -sys.float_info.max
 """Number that replaces minus infinity in a reply: the lowest finite double."""
 REPLACEMENT = "\ufffd"
-"""Character that replaces half a surrogate pair in a reply, because UTF-8 cannot encode half a pair."""
+"""Character that replaces half a surrogate pair in a reply, because UTF-8 cannot encode it."""
 _MOST_DIGITS = 300
-"""Maximum number of characters of an integer in JSON that is parsed as an integer. Such an integer fits into
-a double, because a double holds integers of up to 309 digits."""
+"""Maximum number of characters of a JSON integer that stays an integer.
+
+Such an integer fits into a double, which holds integers of up to 309 digits.
+"""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
-"""Matches half a surrogate pair."""
 Value = TypeVar("Value")
 
 
@@ -58,7 +58,7 @@ def strict_json(content: bytes) -> bytes:
 
 
 def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
-    """Decode the body of a reply, repaired if necessary; raises AttemptFailedError for an invalid body."""
+    """Decode the body of a reply, repaired if necessary; raise AttemptFailedError if it is invalid."""
     try:
         return decoder.decode(content)
     except (ValueError, RecursionError):
@@ -72,7 +72,7 @@ def decode_reply(decoder: msgspec.json.Decoder[Value], content: bytes) -> Value:
 
 
 def _repaired(content: bytes) -> bytes:
-    """Return JSON with substitutes for the values that strict JSON does not allow, such as NaN.
+    """Return JSON with substitutes for values that strict JSON does not allow, such as NaN.
 
     `strict_json` describes the substitutes. Content that cannot be repaired is returned unchanged.
     """
@@ -104,11 +104,11 @@ def _whole_number(text: str) -> float | int | None:
 
 
 ERROR_CHARACTERS = 500
-"""Maximum number of characters of an error message in a result row."""
+"""Maximum length in characters of an error message in a result row."""
 _BUSY = {429, 502, 503, 504}
-"""Statuses of a server that is overloaded or restarting, and would refuse any other row, too."""
+"""HTTP statuses of a server that is overloaded or restarting, and would refuse any other row too."""
 _REFUSED = {400, 404, 413, 422}
-"""Statuses with which a server refuses one row for good."""
+"""HTTP statuses with which a server refuses one row for good."""
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
@@ -145,15 +145,15 @@ def known_status(code: Any) -> int:
 def short(text: str) -> str:
     """Return the first paragraph of an error as one line of at most ERROR_CHARACTERS.
 
-    The other paragraphs are dropped, because they may be a stack trace.
+    The other paragraphs may be a stack trace.
     """
-    # Secrets are hidden first, because shortening may cut a key in two, and half a key is not recognised.
+    # Secrets are hidden first: shortening could cut a key in two, and half a key is not recognized.
     line = " ".join(hidden(text).strip().split("\n\n")[0].split())
     return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
 
 
 def _sentence_in(body: bytes) -> str:
-    """Return the message in the body of an error reply, of which SGLang has several formats."""
+    """Return the message in the body of an error reply; SGLang has several formats."""
     try:
         value = orjson.loads(body)
         # In one format, the value of `error` is an object with the key `message`.

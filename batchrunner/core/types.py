@@ -1,7 +1,6 @@
 """Immutable records about rows that pass between folders, such as Request and Outcome.
 
-A record that exists once for every row is a named tuple, because creating a frozen dataclass takes four times
-as long.
+Records of which every row has one are named tuples: creating a frozen dataclass takes four times as long.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from array import array
 PromptKind = Literal["messages", "text", "input_ids", "body"]
 """Kind of a prompt, named like the key of the job's `prompt`. `body` is a whole request of a batch file."""
 BYTES_PER_TOKEN = 4
-"""Average number of bytes of text per token, by which the tokens of a prompt are estimated."""
+"""Average bytes of text per token, for estimates of a prompt's tokens."""
 LEFT_OUT = "left_out"
-"""Finish reason of a row that the function of `prompt.python` left out. No engine reports this reason."""
+"""Finish reason of a row that `prompt.python` left out. No engine reports it."""
 FinishReason = str
-"""Reason why an output ended: SGLang's "stop", "length" or "abort", or batchrunner's REPETITION."""
+"""Why an output ended: SGLang's "stop", "length" or "abort", or batchrunner's REPETITION."""
 PROMPT = "prompt.python"
 """Job field of the Python function that makes the prompt of a row."""
 PARSE = "parse"
@@ -40,45 +39,48 @@ CHECK = "accept.python"
 ROLLOUT = "prompt.rollout"
 """Job field of the Python function that runs a multi-turn rollout for a row."""
 MEDIA = "prompt"
-"""Name, used like that of a job field, of this package's own function that prepares the images and other
-files of a row. The function runs in a worker process, as a job's Python functions do."""
+"""Name, in place of a job field, of this package's own function that reads images and other files.
+
+Like a job's Python functions, it runs in a worker process.
+"""
 ColumnKind: TypeAlias = str | tuple[str, Any]
 """Type of a column: the name of a plain type, ("list", kind), or ("struct", ((name, kind), …))."""
 NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
-"""Value of `Completion.columns` for an answer without further columns."""
+"""`Completion.columns` of an answer without further columns."""
 
 
 class RowRef(NamedTuple):
-    """Reference to an input row: its ordinal, and its columns that are copied to the output."""
+    """Reference to an input row: its number, and its columns that are copied to the output."""
 
     row: int
-    """Ordinal of the row in the input, counted from 0 over all files."""
+    """Number of the row in the input, counted from 0 over all files."""
     carried: pa.RecordBatch
-    """Batch of rows with the columns that are copied to the output."""
+    """Batch of rows, with the columns that are copied to the output."""
     position: int
     """Index of the row in `carried`."""
     digests: list[bytes | None] | None = None
-    """Digests of the requests of all rows in `carried`, filled in as the rows are rendered. None if the run
-    needs no digests."""
+    """Digests of the requests of all rows in `carried`, filled in as the rows are rendered.
+
+    It is None if the run needs no digests.
+    """
 
 
 class RequestBody(NamedTuple):
-    """The body and the endpoint of a request that a line of a batch file defines."""
+    """The body and the endpoint of a request on a line of a batch file."""
 
     path: str
     """Endpoint of the request, such as /v1/chat/completions."""
     content: bytes
-    """A JSON object without `model`, `stream` and `stream_options`."""
+    """JSON object without `model`, `stream` and `stream_options`."""
     model: str | None
-    """Model that the request names."""
     most_tokens: int
-    """Limit of output tokens; an estimate if the request has no limit."""
+    """Limit of output tokens; an estimate if the request has none."""
     most_thinking: int | None = None
-    """Limit of thinking tokens; None if the request has no limit."""
+    """Limit of thinking tokens; None if the request has none."""
 
 
 class AskedColumns(NamedTuple):
-    """Result columns that a request asks for, beyond the columns that every result has."""
+    """Additional result columns that a request asks for."""
 
     names: frozenset[str]
     """Names of the columns: keys of ANSWER_COLUMNS in `job.output`."""
@@ -94,8 +96,10 @@ class Tools(NamedTuple):
     """Tools that the model may call in a chat."""
 
     tools: list[Any] | None
-    """Tools in OpenAI's format, `{"type": "function", "function": {"name": …}}`; None if the prompt's
-    messages include them."""
+    """Tools in OpenAI's format, `{"type": "function", "function": {"name": …}}`.
+
+    None means that they are in the prompt's messages.
+    """
     choice: Any = None
     """`tool_choice` of the chat endpoint; None for its default."""
     by_row: bool = False
@@ -106,12 +110,9 @@ class Request(NamedTuple):
     """The request of one row, rendered from the job's templates."""
 
     ref: RowRef
-    """Reference to the input row."""
     kind: PromptKind
-    """Kind of the prompt."""
     prompt: Any
-    """The prompt according to `kind`: a list of `{"role", "content"}`, a text, a list of token ids, or a
-    RequestBody."""
+    """Depends on `kind`: a list of `{"role", "content"}`, a text, a list of token ids, or a RequestBody."""
     sampling: dict[str, Any]
     """Sampling parameters, named as for SGLang's `/generate`."""
     lora_path: str | None = None
@@ -119,23 +120,24 @@ class Request(NamedTuple):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, such as `enable_thinking`."""
     continues: bool = False
-    """Whether the last message of the prompt is an assistant message with which the answer begins."""
+    """Whether the answer continues the prompt's last message, an assistant message."""
     asks: AskedColumns | None = None
-    """Columns that the answer must have besides its text; None if it needs only the text."""
+    """Additional columns that the answer must have; None if it needs only the text."""
     row: Mapping[str, Any] | None = None
-    """Values of the input row, for the checks of the answer; None if the checks do not use the row."""
+    """Values of the input row, for the checks of the answer; None if the checks do not use it."""
     task: ForwardTask | None = None
     """Task of the model; None for generating text."""
     tools: Tools | None = None
-    """Tools that the model may call in a chat; None for a request without tools."""
+    """Tools that the model may call in a chat; None without tools."""
     media: tuple[PromptFile, ...] = ()
-    """Images, audio and videos of the prompt. A part `{"type": "image", "image": n}` of a message refers to
-    file n."""
+    """Images, audio and videos of the prompt.
+
+    A message part `{"type": "image", "image": n}` refers to file n.
+    """
     items: tuple[str, ...] = ()
-    """Texts that the task combines with the prompt: choices to score, or documents to rerank."""
+    """Choices to score, or documents to rerank; they are combined with the prompt."""
     item_ids: tuple[list[int], ...] = ()
-    """Token ids of the choices as continuations of the prompt; empty if this process does not tokenize
-    them."""
+    """Token ids of the choices after the prompt; empty if this process does not tokenize them."""
     stops_repetition: bool = False
     """Whether generation is stopped once the answer repeats the same text without end."""
 
@@ -161,18 +163,17 @@ class Completion(NamedTuple):
     prompt_tokens: int | None
     cached_tokens: int | None
     retractions: int = 0
-    """Number of times that the scheduler retracted the request because the KV pool was full."""
+    """How many times the scheduler retracted the request because the KV pool was full."""
     weights: str | None = None
-    """Version of the model's weights (`weight_version`); None if the engine does not report a version."""
+    """Version of the model's weights (`weight_version`); None if the engine reports none."""
     thinking_cut: bool = False
-    """Whether the thinking in any completion took all of `max_thinking_tokens`."""
+    """Whether the thinking of any completion took all of `max_thinking_tokens`."""
     columns: Mapping[str, list[Any]] = NO_COLUMNS
-    """Values of further result columns by name. A list has one value for each completion, or a single value
-    about the prompt."""
+    """Further result columns, by name. A list has one value for each completion, or one about the prompt."""
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens of all completions. A number that the engine did not report counts as 0."""
+        """Number of output tokens of all completions; an unreported number counts as 0."""
         tokens = self.completion_tokens
         return (tokens[0] or 0) if len(tokens) == 1 else sum(filter(None, tokens))
 
@@ -184,10 +185,12 @@ class Outcome(NamedTuple):
     completion: Completion | None
     error: str | None
     latency_s: float | None
-    """Seconds from sending the last attempt to the end of its answer; None if the row was not sent."""
+    """Seconds from the start of the last attempt to the end of its answer; None if the row was not sent."""
     attempts: int
-    """Number of attempts that were sent to the engine. It is 0 for a row that was refused before sending, or
-    got the answer of an equal row."""
+    """Number of attempts that were sent to the engine.
+
+    It is 0 if the row was refused before sending, or got the answer of an equal row.
+    """
 
     @classmethod
     def unsent(cls, ref: RowRef, error: str | None) -> Outcome:
@@ -204,8 +207,8 @@ class Outcome(NamedTuple):
 class ForwardTask(ABC):
     """A task that a model does in one forward pass, without decoding, such as an embedding.
 
-    A subclass in `batchrunner.job.tasks` holds everything that differs between tasks. An instance has the
-    values of the task's fields in the job, and each request refers to the instance.
+    A subclass in `batchrunner.job.tasks` has everything that differs between tasks. An instance has the
+    options of the task in a job, and is shared by all requests.
     """
 
     name: ClassVar[str]
@@ -213,13 +216,14 @@ class ForwardTask(ABC):
     path: ClassVar[str]
     """Path of SGLang's endpoint, which takes one row or a list of rows."""
     architectures: ClassVar[str] = ""
-    """Regular expression that matches the names of suitable model architectures; empty if all are
-    suitable."""
+    """Pattern of the names of suitable model architectures; empty if all are suitable."""
     by_generation: ClassVar[bool] = False
     """Whether the task needs a generative model (a server without `--is-embedding`)."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Dotted names of the job fields that belong to this task. If the subclass has a field with the last part
-    of a name, such as `dtype` for `output.dtype`, that field gets the value."""
+    """Job fields that only this task has, such as `output.dtype`.
+
+    If the subclass has a field with the last part of the name, such as `dtype`, it gets the value.
+    """
     meanings: ClassVar[Mapping[str, str]]
     """Meanings of the task's result columns, by name."""
 
@@ -230,10 +234,9 @@ class ForwardTask(ABC):
 
     @abstractmethod
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return the JSON bodies for `path` that ask for the answers to the requests.
+        """Return the request bodies (JSON) that ask for the answers; they are sent one after the other.
 
-        The bodies are sent one after the other. The prompts of the requests are either all texts, or all
-        token ids.
+        The prompts of the requests are either all texts, or all token ids.
         """
 
     @abstractmethod
@@ -242,25 +245,24 @@ class ForwardTask(ABC):
     ) -> list[Completion | RequestError]:
         """Return the answer to each request, or its error, from the replies to `bodies`.
 
-        Each value in `Completion.columns` is a list with one element. Raises AttemptFailedError, or
-        an error of msgspec, for an invalid reply.
+        Each value in `Completion.columns` is a list with one element. Raises AttemptFailedError, or an error
+        of msgspec, for an invalid reply.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A set of rows that one worker of a run has leased, so that no other worker sends these rows."""
+    """Rows that one worker of a run has reserved, so that no other worker sends them."""
 
     number: int
-    """Number of the lease in the run."""
     turn: int
-    """Number of workers that had leased these rows before this worker."""
+    """How many workers had reserved these rows before this worker."""
     rows: BitMap64
-    """Ordinals of the rows in the input."""
+    """Numbers of the rows in the input."""
     positions: range | None
-    """Positions of the rows in sending order; None if the rows are sent in input order."""
+    """Positions of the rows in sending order; None if rows are sent in input order."""
     copy: Path | None = None
-    """Path of the copy of the input in sending order; None if the rows are read from the input."""
+    """Path of the copy of the input in sending order; None if rows are read from the input."""
 
 
 CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -269,7 +271,7 @@ RERANK_PATH, CLASSIFY_PATH = "/v1/rerank", "/v1/classify"
 
 
 def rows_to_text(rows: BitMap64) -> str:
-    """Return a set of row ordinals as base-85 text for a JSON file.
+    """Return a set of row numbers as base-85 text for a JSON file.
 
     The text takes a few bytes for each range of consecutive rows, and 2.5 bytes for each single row.
     """
@@ -279,18 +281,18 @@ def rows_to_text(rows: BitMap64) -> str:
 
 
 def rows_from_text(text: str) -> BitMap64:
-    """Return the set of row ordinals that `rows_to_text` encoded."""
+    """Return the set of row numbers that `rows_to_text` encoded."""
     return BitMap64.deserialize(base64.b85decode(text))
 
 
 def rows_of_column(rows: pa.ChunkedArray) -> BitMap64:
-    """Return the set of row ordinals in a column of whole numbers without nulls.
+    """Return the set of row numbers in a column of whole numbers without nulls.
 
     The numbers are copied from Arrow's memory, because Python integers would take five times as much memory.
     """
     numbers = array("Q")
-    # Empty chunks are skipped, because they may have no buffer.
+    # Empty chunks may have no buffer, so they are skipped.
     for chunk in filter(len, rows.cast("uint64").chunks):
-        # The first buffer marks nulls, the second holds the numbers, with eight bytes each.
+        # The first buffer marks nulls, the second has the numbers, eight bytes each.
         numbers.frombytes(chunk.buffers()[1].slice(8 * chunk.offset, 8 * len(chunk)))
     return BitMap64(numbers)

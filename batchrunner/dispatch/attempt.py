@@ -1,14 +1,14 @@
-"""The fate of a row whose attempt failed, decided by one table of rules. Pure: no clock, no event loop.
+"""Decides what happens to a row without an answer, by one table of rules. No clock, no event loop.
 
 An attempt sends a row once. `RULES` is the table, and a `FailedAttempt` holds the facts that the rules read.
-The rest of this file treats temporary refusals (HTTP status 429, 502 to 504, 401). It weighs the evidence
-that the row itself is their cause.
+The rest of this file decides whether a row itself is the cause of its temporary refusals (HTTP status 429,
+502 to 504, 401).
 
 An engine that is down or has no room refuses every row, so its refusals alone are no evidence. A refusal
-counts against a row only if the same route has meanwhile answered a request that was sent after the row's
-previous refusal. A route may also refuse rows at random, for example a load balancer half of whose servers
+counts against a row only if the same server has meanwhile answered a request that was sent after the row's
+previous refusal. A server may also refuse rows at random, for example a load balancer half of whose servers
 are dead. So a row is given up only if chance can hardly explain so many refusals. If no other row is in
-flight that could bring evidence, the run sends a *control*: a cheap form of the request that the route
+flight that could bring evidence, the run sends a *control*: a cheap form of the request that the server
 answered last.
 """
 
@@ -36,15 +36,15 @@ from batchrunner.core.types import CHAT_PATH, CLASSIFY_PATH, EMBEDDINGS_PATH, RE
 from batchrunner.dispatch.route import Route, RouteRecord
 
 MOST_DEATHS = 4
-"""Number of engine deaths at which a row that was in flight at each of them is given up. `PoisonRows` (in
-queue.py) explains why the row must then be the cause."""
+"""A row is given up if it was in flight at this many deaths of the engine. `PoisonRows` (in queue.py)
+explains why it must then be the cause."""
 
 
 class FailureKind(Enum):
     """The reason why an attempt has no answer."""
 
     PREEMPTED = auto()
-    """batchrunner preempted the row so that the engine can serve its users."""
+    """batchrunner cancelled the request so that the engine can serve its users."""
     INVALID = auto()
     """The row failed batchrunner's own checks, so nothing was sent."""
     REFUSED = auto()
@@ -69,7 +69,7 @@ KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
     (NoAnswerError, FailureKind.NO_ANSWER),
     (AttemptFailedError, FailureKind.FAILED),
 )
-"""Types of errors with their kinds. The first match counts, so a subclass stands before its base."""
+"""Types of errors, and their kinds. The first match counts, so a subclass stands before its base class."""
 
 REJECTED = {FailureKind.INVALID, FailureKind.REFUSED}
 """Kinds of failures for which the row is at fault: another attempt at the same server would fail, too."""
@@ -77,17 +77,18 @@ FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
 """Kinds of failures for which the row may be at fault. After `limits.max_attempts` such failures the row ends
 with an error."""
 UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
-"""Kinds of failures of a server that could not serve the row. The row is not at fault, unless there is
-evidence against it."""
+"""Kinds of failures of a server that could not serve the row. The row is at fault only if there is evidence
+against it."""
 REFUSED_FOR_NOW = {FailureKind.BUSY, FailureKind.DOWN}
-"""Kinds of temporary refusals. The row is not at fault, unless it is refused repeatedly while other rows are
+"""Kinds of temporary refusals. The row is at fault only if it is refused repeatedly while others are
 answered."""
 CONGESTED = {FailureKind.BUSY, FailureKind.NO_ANSWER}
-"""Kinds of failures that suggest an overloaded server. Each such failure shrinks the windows of its route."""
+"""Kinds of failures that suggest an overloaded server. Each such failure lowers the server's concurrency
+limit."""
 
 
 def kind_of(error: RequestError) -> FailureKind:
-    """Return the kind of an error."""
+    """Return the kind of failure that an error stands for."""
     for error_type, kind in KINDS:
         if isinstance(error, error_type):
             return kind
@@ -95,42 +96,40 @@ def kind_of(error: RequestError) -> FailureKind:
 
 
 class Fate(Enum):
-    """The fate of a row after a failed attempt: another attempt, an error, or the end of the run."""
+    """What happens to a row after a failed attempt: another attempt, an error, or the end of the run."""
 
     REQUEUE = auto()
     """The row is sent again at once; the attempt does not count."""
     ASK_ANOTHER = auto()
-    """The row is sent at once to another route."""
+    """The row is sent at once to another server."""
     RETRY = auto()
     """The row is sent again after a pause."""
     END = auto()
     """The row ends with the error of this attempt."""
     END_REFUSED = auto()
-    """The row ends with the error of an earlier refusal, since no other server is available to confirm it."""
+    """The row ends with the error of an earlier refusal. No other server is available to confirm it."""
     BLAME = auto()
-    """The row ends with an error that names the row itself as the cause of the refusals or the engine deaths.
-    """
+    """The row ends with an error: the row itself made the engine refuse it or die."""
     LOSE_ENGINE = auto()
     """The run ends, because the engine is lost."""
 
 
 class FailedAttempt(NamedTuple):
-    """Facts that decide the fate of a row after a failed attempt."""
+    """Facts that decide what happens to a row after a failed attempt."""
 
     kind: FailureKind
     has_other_route: bool = False
-    """Whether there is a route, not suspended, on which the row has not yet had a failure of this kind."""
+    """Whether there is a server, not suspended, on which the row had no failure of this kind."""
     is_confirmed: bool = False
-    """Whether the row itself is at fault: it had a failure of this kind before, and at least one of the
-    routes on which it failed works."""
+    """Whether the row is certainly at fault: it failed in this way before, on at least one server that works.
+    """
     was_refused: bool = False
-    """Whether a route that works refused the row in an earlier attempt."""
+    """Whether a server that works refused the row in an earlier attempt."""
     failures: int = 1
-    """Number of failed attempts that may be the row's fault, including this one."""
+    """Number of attempts that may have failed because of the row, including this one."""
     max_attempts: int = 5
-    """`limits.max_attempts`."""
     deaths: int = 0
-    """Number of engine deaths while the engine had the row, including this one."""
+    """Number of times that the engine died while it had the row, including this one."""
     is_culprit: bool = False
     """Whether the row was refused so often, while other rows were answered, that it must be the cause."""
     is_engine_lost: bool = False
@@ -138,7 +137,7 @@ class FailedAttempt(NamedTuple):
 
 
 class FateRule(NamedTuple):
-    """A line of the table RULES: a fate, and the failed attempts to which it applies."""
+    """A line of the table RULES: what happens to a row, and after which failed attempts."""
 
     kinds: set[FailureKind]
     applies: Callable[[FailedAttempt], bool]
@@ -150,7 +149,7 @@ def _always(_: FailedAttempt) -> bool:
 
 
 def _another_may_answer(attempt: FailedAttempt) -> bool:
-    """Tell whether another server should get the row, because the first server may be at fault instead."""
+    """Tell whether another server should get the row, because the first one may be at fault."""
     return attempt.has_other_route and not attempt.is_confirmed
 
 
@@ -166,21 +165,21 @@ RULES = (
     FateRule(FAILED, lambda attempt: attempt.failures >= attempt.max_attempts, Fate.END),
     FateRule(FAILED | UNAVAILABLE, _always, Fate.RETRY),
 )
-"""The table of fates after a failed attempt. The first rule that applies decides."""
+"""What happens after a failed attempt: the first rule that applies decides."""
 
 
 def fate_of(attempt: FailedAttempt) -> Fate:
-    """Return the fate of a row after a failed attempt, by the table RULES."""
+    """Return what happens to a row after a failed attempt, by the table RULES."""
     return next(rule.fate for rule in RULES if attempt.kind in rule.kinds and rule.applies(attempt))
 
 
 def pause_before_retry(error: RequestError, *, attempts: int, jitter: float) -> float:
     """Return the pause, in seconds, before a row is sent again after `attempts` attempts.
 
-    A ceiling doubles with each attempt, up to a maximum. The pause is drawn from the upper half below the
-    ceiling ("equal jitter" in Amazon's *Exponential backoff and jitter*, 2015), so that rows refused together
-    are not sent again together. `jitter` is uniform in [0, 1). The pause is at least the server's
-    Retry-After, but never more than the maximum, so that a server that recovers early gets rows again soon.
+    An upper bound doubles with each attempt, up to a maximum. `jitter`, uniform in [0, 1), chooses a pause
+    between half of it and all of it, so that rows refused together are not sent again together ("equal
+    jitter" in Amazon's *Exponential backoff and jitter*, 2015). The pause is at least the server's
+    Retry-After, but never more than the maximum.
     """
     ceiling = min(TIMING.longest_retry, TIMING.first_retry * 2.0 ** min(attempts - 1, 10))
     pause_s = ceiling * (0.5 + 0.5 * jitter)
@@ -190,50 +189,48 @@ def pause_before_retry(error: RequestError, *, attempts: int, jitter: float) -> 
 
 
 class RouteTally(msgspec.Struct):
-    """The counts that a route had when it first refused a row, and its later refusals of this row."""
+    """A server's counts when it first refused a row, and its later refusals of this row."""
 
     answered: int
-    """Requests that the route had answered when it first refused the row."""
+    """Number of requests that the server had answered before it first refused the row."""
     refused: int
-    """Refusals by the route before it first refused the row."""
+    """Number of requests that the server had refused before it first refused the row."""
     refusals: int = 0
-    """Number of refusals of this row, after the first one, that came while the route answered other requests.
-    """
+    """Number of later refusals of this row while the server answered other requests."""
 
 
 class Refusals(msgspec.Struct):
-    """Temporary refusals of a row (429, 502 to 504, 401)."""
+    """Temporary refusals of a row (HTTP status 429, 502 to 504, 401)."""
 
     last: float
-    """Time of the last refusal in seconds of the monotonic clock; initially the time when the refused attempt
-    was sent."""
+    """Time of the last refusal, in seconds of the monotonic clock. Initially the time at which the refused
+    request was sent."""
     total: int = 0
-    """Number of all refusals."""
     count: int = 1
-    """Number of refusals that count as evidence against the row: the first, and later ones while the route
-    answered other requests."""
+    """Number of refusals that count as evidence against the row: the first one, and later ones while the
+    server answered other requests."""
     answers_others: bool = False
-    """Whether the route answered other requests between the last two refusals of the row."""
+    """Whether the server answered other requests between the last two refusals of the row."""
     by_route: dict[RouteRecord, RouteTally] = {}
-    """Counts of each route that refused the row."""
+    """Counts of each server that refused the row."""
 
     def record(self, record: RouteRecord, now: float) -> None:
-        """Record a refusal by a route.
+        """Record a refusal by a server.
 
-        If it is the route's first refusal of this row, the record of the route counts it too.
+        `record` counts only the server's first refusal of this row.
         """
         self.total += 1
-        # The route answers other requests if it answered one that was sent after the row's last refusal.
+        # The server answers other requests if it answered one that was sent after the row's last refusal.
         self.answers_others = record.newest >= self.last
         self.last = now
         tally = self.by_route.get(record)
         if tally is None:
-            # A first refusal by a route is no evidence against the row, because the route may just have gone
+            # A server's first refusal is no evidence against the row, because the server may just have gone
             # down.
             self.by_route[record] = RouteTally(answered=record.answered, refused=record.refused)
             record.record_refusal()
         elif self.answers_others:
-            # The route refuses this row again although it answers others: this is evidence against the row.
+            # The server refuses this row again although it answers others. This is evidence against the row.
             tally.refusals += 1
             self.count += 1
 
@@ -243,44 +240,44 @@ BY_CHANCE = 1e-6
 
 
 class RefusalCause(Enum):
-    """The cause of a row's temporary refusals, as far as it is known."""
+    """Why a row was refused for now, as far as it is known."""
 
     ROW = auto()
-    """The row itself is the cause."""
     OPEN = auto()
     """The cause is unknown. Later refusals, or answers to other rows, will show it."""
     NEEDS_CONTROL = auto()
-    """The cause is unknown, and no other row in flight could show it. So a control request must be sent."""
+    """The cause is unknown, and no other row in flight could show it. So a control is needed: a test request
+    that the server should answer."""
 
 
 def cause_of(
     refusals: Refusals, record: RouteRecord, *, others_in_flight: bool, max_attempts: int
 ) -> RefusalCause:
-    """Return the cause of a row's temporary refusals, as far as it is known.
+    """Return why a row was refused for now, as far as it is known.
 
-    `record` is the record of the route that refused the row last. If the cause is not known otherwise, a
-    control shows it: a request that this route should answer.
+    `record` has the counts of the server that refused the row last. If nothing else shows the cause, a
+    control does: a test request that this server should answer.
     """
     if is_culprit(refusals, max_attempts):
         return RefusalCause.ROW
-    if refusals.total == 1:  # One refusal is no evidence, because the engine may just have had no room.
+    if refusals.total == 1:  # one refusal is no evidence: the engine may just be full
         return RefusalCause.OPEN
     if record.has_control or (refusals.answers_others and others_in_flight):
-        return RefusalCause.OPEN  # Replies to the control, or to the other rows, will show the cause.
+        return RefusalCause.OPEN  # other replies will show the cause
     return RefusalCause.NEEDS_CONTROL
 
 
 def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
     """Tell whether a refused row is itself the cause of its refusals.
 
-    The row is the cause if chance can hardly explain its refusals. The chance of each refusal is the rate at
-    which the route has refused requests since it first refused the row.
+    It is if chance can hardly explain the refusals. The probability of each refusal is the fraction of
+    requests that the server has refused since it first refused the row.
     """
     chance = 1.0
     for record, tally in refusals.by_route.items():
         refused = record.refused - tally.refused
         answered = record.answered - tally.answered
-        # Adding one answer keeps the rate below 1, even if the route has not answered anything.
+        # Adding one answer keeps the rate below 1, even if the server has not answered anything.
         refusal_rate = refused / (answered + refused + 1)
         chance *= refusal_rate**tally.refusals
     return refusals.count >= max_attempts and chance < BY_CHANCE
@@ -290,45 +287,45 @@ class FailureHistory(msgspec.Struct):
     """The failed attempts of a row."""
 
     failures: int = 0
-    """Number of failed attempts that may be the row's fault. An attempt after which another route was asked
+    """Number of failed attempts that may be the row's fault. An attempt after which another server was asked
     does not count."""
     deaths: int = 0
-    """Number of engine deaths while the engine had the row."""
+    """Number of times that the engine died while it had the row."""
     refused_by: tuple[Route, ...] = ()
-    """Routes whose servers refused the row as faulty, before another route was asked."""
+    """Servers that refused the row as faulty, before another server was asked."""
     refusal: RequestError | None = None
-    """The error of the last refusal by a route in `refused_by`."""
+    """The error of the last server that refused the row as faulty."""
     failed_on: tuple[Route, ...] = ()
-    """Routes on which an attempt ended with a failure of the kinds FAILED."""
+    """Servers that failed to answer the row, or did not answer in time."""
     refusals: Refusals | None = None
     """Temporary refusals of the row; None if there were none."""
 
     @property
     def avoided(self) -> tuple[Route, ...]:
-        """Routes that get the row only if all other routes are suspended."""
+        """Servers that get the row only if all others are suspended."""
         return (*self.refused_by, *self.failed_on)
 
     @property
     def was_refused(self) -> bool:
-        """Whether a route that works has refused the row."""
+        """Whether a server that works has refused the row."""
         return any(route.is_in_order for route in self.refused_by)
 
     def failed_routes(self, kind: FailureKind) -> tuple[Route, ...]:
-        """Return the routes on which the row failed.
+        """Return the servers on which the row failed in this way.
 
-        If `kind` is not in FAILED, return the routes that refused the row as faulty.
+        If `kind` is not in FAILED, return the servers that refused the row as faulty.
         """
         return self.failed_on if kind in FAILED else self.refused_by
 
     def failed_routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:
-        """Return `failed_routes(kind)` and the `route` on which the row has failed now."""
+        """Return the servers on which the row failed in this way, including `route`."""
         routes = self.failed_routes(kind)
         return routes if route in routes else (*routes, route)
 
     def record_refusal(self, record: RouteRecord, *, sent_at: float, now: float) -> Refusals:
-        """Record a temporary refusal of an attempt, which was sent at `sent_at`; return the row's refusals.
+        """Record that a server refused the row for now; return all such refusals.
 
-        `record` is that of the route that refused the row.
+        `record` has the counts of this server.
         """
         if self.refusals is None:
             self.refusals = Refusals(last=sent_at)
@@ -336,21 +333,21 @@ class FailureHistory(msgspec.Struct):
         return self.refusals
 
     def add(self, kind: FailureKind, fate: Fate, route: Route, error: RequestError) -> None:
-        """Record a failed attempt and the fate that the table RULES gave the row."""
+        """Record a failed attempt, and what happens to the row after it."""
         if kind is FailureKind.DIED:
             self.deaths += 1
         elif kind in FAILED:
             self.failed_on = self.failed_routes_with(kind, route)
-            # If another route answers the row, this route is at fault, and the attempt does not count.
+            # If another server answers the row, this server is at fault, and the attempt does not count.
             if fate is not Fate.ASK_ANOTHER:
                 self.failures += 1
         elif fate is Fate.ASK_ANOTHER:
-            # The server refused the row as faulty, and another server is asked for a second opinion.
+            # The server refused the row as faulty. Another server is asked for a second opinion.
             self.refused_by = self.failed_routes_with(kind, route)
             self.refusal = error
 
     def blame(self, kind: FailureKind, error: RequestError) -> RowRefusedError:
-        """Return the error for a row that itself made the engine die or refuse it."""
+        """Return the error of a row that made the engine die or refuse it."""
         if kind is FailureKind.DIED:
             return RowRefusedError(f"the engine died {self.deaths} times while it had this row: {error}")
         count = self.refusals.count if self.refusals else 0
@@ -360,29 +357,28 @@ class FailureHistory(msgspec.Struct):
 
 
 FEW_TOKENS = {"max_new_tokens": 8, "temperature": 0}
-"""Sampling parameters of a control request. It asks for several tokens, because a single token may have no
+"""Sampling parameters of a control request, which tests whether a server answers. A single token may have no
 text yet, and an empty text would not count as an answer."""
 _SHORT_CHAT = [{"role": "user", "content": "1"}]
-"""Messages of a control request to the chat endpoint: the cheapest possible chat."""
+"""Messages of a control (test) request to the chat endpoint: the cheapest possible chat."""
 _PROMPTS: dict[str, tuple[str, Any]] = {
     CHAT_PATH: ("messages", _SHORT_CHAT),
     **dict.fromkeys((EMBEDDINGS_PATH, CLASSIFY_PATH, RESPONSES_PATH), ("input", "1")),
 }
-"""For each endpoint, the prompt field of a control request's body and its value. Other endpoints have a field
-`prompt`."""
+"""The prompt field and its value in a control (test) request, by endpoint. Other endpoints use `prompt`."""
 
 
 def control_for(record: RouteRecord, refused: Request) -> Request:
-    """Return a control: a cheap request that the route should answer, although it refused `refused`.
+    """Return a cheap test request (a control) to a server that refused the request `refused`.
 
-    It is made from the request that the route answered last, or from the refused one if there is none.
+    It is made from the request that the server answered last, or from the refused one if there is none.
     """
     request = record.last or refused
     prompt: Any = request.prompt
     if request.kind == "body":
         name, content = _PROMPTS.get(prompt.path, ("prompt", "1"))
         prompt = prompt._replace(content=orjson.dumps({name: content, "max_tokens": 8}))
-    elif record.last is None:  # The refused request may be expensive, so its prompt is shortened.
+    elif record.last is None:  # the refused request may be expensive, so it is shortened
         prompt = _SHORT_CHAT if request.kind == "messages" else prompt[:1]
         request = request._replace(
             continues=False,

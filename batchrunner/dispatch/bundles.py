@@ -1,7 +1,6 @@
-"""Bundles: several rows of one route that are ready at the same time share one HTTP request.
+"""Bundles: several rows for one server that are ready at the same time share one HTTP request.
 
-Bundling only changes how rows are sent. Each row has its slot, its attempt and its answer as if it were
-alone.
+Each row has its slot, its attempt and its answer as if it were sent alone.
 """
 
 import asyncio
@@ -31,19 +30,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class BundleTotals:
-    """Counts of the requests that this attempt sent, retries included."""
+    """Counts of the requests that were sent since the last start of the run, including retries."""
 
     requests: int = 0
     """Number of requests, including those with one row."""
     rows: int = 0
-    """Number of rows in all requests."""
     bundles: int = 0
-    """Number of requests with several rows."""
     most_rows: int = 0
-    """Largest number of rows in one request."""
     rows_resent: int = 0
-    """Number of rows that were sent again, because the engine refused their bundle or left them unanswered.
-    """
+    """Number of rows that were sent again, because the engine refused their bundle or did not answer them."""
 
     def add(self, rows: int) -> None:
         """Count a request with this number of rows."""
@@ -69,9 +64,9 @@ def prompt_tokens(request: Request) -> int:
     tokens = length if request.kind == "input_ids" else length // BYTES_PER_TOKEN
     if not request.items:
         return tokens
-    if request.item_ids:  # For a choose task, the engine computes the prompt once and each choice after it.
+    if request.item_ids:  # A choose task: the engine computes the prompt once, and each choice after it
         return tokens + sum(map(len, request.item_ids))
-    # For any other task, each item is computed with a copy of the prompt.
+    # In other tasks, the engine computes each item together with a copy of the prompt.
     return tokens * len(request.items) + sum(map(len, request.items)) // BYTES_PER_TOKEN
 
 
@@ -79,18 +74,18 @@ USUAL_TOKENS = 8192
 """Assumed prompt tokens of a forward pass if the server does not report them: SGLang's prefill chunk on GPUs
 of 80 GB."""
 FIRST_ROW_TOKENS = 256
-"""Expected prompt tokens of a row before any row was sent."""
+"""Assumed prompt tokens of a row before any row was sent."""
 MEMORY_ROWS = 2000
-"""Number of rows over which the prompt length is averaged; older rows fade out."""
+"""Number of rows over which the prompt length is averaged. Older rows count less and less."""
 DEEPEST = 8
-"""Longest useful queue of a scheduler, in forward passes. More rows would only wait."""
+"""Longest useful queue of a scheduler, in forward passes of work. Further rows would only wait."""
 FIRST_PASSES = 4
-"""First window of a scheduler, in forward passes. While the rows of one pass are computed, the rows of a
-second pass wait, and the rows of a third and a fourth travel to the server and back."""
+"""First concurrency limit of a scheduler, in forward passes of work: one pass is computed, one waits, and the
+rows of two passes travel to the server and back."""
 
 
 class ForwardPasses:
-    """Computes how many rows fill a scheduler's forward pass in a task without decoding.
+    """Computes how many rows fill a forward pass, for tasks without decoding such as embedding.
 
     The number follows from the mean prompt length of the rows that were sent.
     """
@@ -98,12 +93,11 @@ class ForwardPasses:
     def __init__(self, tokens: int | None) -> None:
         """`tokens` is the maximum of prompt tokens in a pass; None if the server does not report it."""
         self.tokens = tokens or USUAL_TOKENS
-        """Maximum number of prompt tokens in a pass."""
         self._row_tokens = float(FIRST_ROW_TOKENS)
         self._rows = 0
 
     def record_sent(self, tokens: int) -> None:
-        """Count a row that is sent, with the tokens of its prompt."""
+        """Count a sent row with this number of prompt tokens."""
         self._rows += 1
         self._row_tokens += (tokens - self._row_tokens) / min(self._rows, MEMORY_ROWS)
 
@@ -113,11 +107,11 @@ class ForwardPasses:
         return rows if max_running is None else min(rows, max_running)
 
     def first_window(self, max_running: int | None) -> int:
-        """Return the window of a scheduler before its first load sample."""
+        """Return the concurrency limit (window) of a scheduler before its first load sample."""
         return max(LEAST_LOW, FIRST_PASSES * self.rows(max_running))
 
     def band(self, max_running: int | None) -> QueueBand:
-        """Return the healthy range of `#queue-req`: from the rows of one pass to those of DEEPEST passes."""
+        """Return the healthy range of `#queue-req`: from one pass's rows to those of DEEPEST passes."""
         rows = self.rows(max_running)
         low = max(LEAST_LOW, rows)
         return QueueBand(low, DEEPEST * low, f"a forward pass takes about {rows} rows")
@@ -125,7 +119,7 @@ class ForwardPasses:
 
 MOST_ROWS = 64
 """Maximum number of rows in a bundle. At each event of a request, SGLang's front process wakes all waiting
-rows of this request, so its work grows with the square of their number. More than 16 rows save little."""
+rows of this request. So its work grows with the square of their number, and more than 16 rows save little."""
 MOST_LIST_ROWS = 256
 """Maximum number of rows in a bundle of a task without decoding. One reply holds the vectors of all its
 rows."""
@@ -133,25 +127,24 @@ MOST_TOKENS = 1 << 15
 """Number of prompt tokens at which a bundle is full. The server does nothing else while it parses the JSON of
 a bundle, so parsing must not take long."""
 LEAST_ROWS_S = 25.0
-"""Minimum number of rows that must end per second for bundles to be sent. With fewer, the server's front
-process has little to do, and bundles save nothing."""
+"""Rows are bundled only if at least this many end per second. With fewer, the server's front process has
+little to do, and bundles save nothing."""
 FIRST_ROWS = 16
-"""Bundle size in rows before any measurement, if answers are short. Otherwise the first size is 1."""
+"""First bundle size, in rows, if answers are short. Otherwise the first size is 1."""
 SHORT_TOKENS = 16
-"""Maximum `max_new_tokens` of a job whose answers count as short."""
+"""Answers count as short if the job's `max_new_tokens` is at most this."""
 PERIOD_S = 0.25
-"""Minimum length, in seconds, of a period after which the bundle size is computed from the ended rows."""
+"""The bundle size is computed from the rows that ended in a period of at least this many seconds."""
 SHARE = 4
-"""A bundle holds at most one in this many of the rows that are outstanding on its route. A larger bundle
-would have to wait for rows that have only just begun, and the server would have too few rows while it is in
-transit."""
+"""A bundle holds at most the outstanding rows of its server divided by this. A larger bundle would wait for
+rows that have only just begun, and the server would run low on rows in the meantime."""
 
 
 class BundleSize:
-    """Bundle size of one route: the number of rows that end within the time that a bundle may wait.
+    """Bundle size for one server: the number of rows that end within the time that a bundle may wait.
 
-    An engine ends many rows in one step and then none for a while. So rows are counted in bursts, each as
-    long as a bundle may wait. The size is that of the burst in which the average row ended.
+    An engine often ends many rows in one step, and then none for a while. So the rows are counted in bursts.
+    A burst lasts as long as a bundle may wait. The size is that of the burst in which the average row ended.
 
     In a task without decoding, a bundle is as large as a forward pass, however quickly rows end.
     """
@@ -167,7 +160,7 @@ class BundleSize:
         """Start with one row in each bundle, or with more if `short` answers are expected.
 
         A bundle is sent after at most `fill_s` seconds; `fixed` sets its number of rows. `passes` describes
-        the forward passes of a task without decoding; it is None for a generate task.
+        the forward passes of a task without decoding; None for a generate task.
         """
         self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
         """Maximum prompt tokens of a bundle. A single row may have more."""
@@ -179,24 +172,23 @@ class BundleSize:
         """Time at which the measuring period began; None before the first row."""
         self._burst_began = 0.0
         self._burst = 0
-        """Number of rows that ended in the present burst."""
         self._ended = 0
-        """Number of rows in the finished bursts of this period."""
+        """Number of rows in the finished bursts of this measuring period."""
         self._squares = 0
         """Sum of the squared sizes of the finished bursts."""
 
     def record_sent(self, request: Request) -> None:
-        """Count a row that is sent."""
+        """Count a sent row."""
         if self._passes is not None:
             self._passes.record_sent(prompt_tokens(request))
 
     def record_end(self, now: float) -> None:
-        """Count a row that ended `now`, in seconds of the monotonic clock."""
-        if self._passes is not None:  # Without decoding, the bundle size depends on the passes only.
+        """Count a row that ended at time `now`, in seconds of the monotonic clock."""
+        if self._passes is not None:  # without decoding, only the passes set the bundle size
             return
         if self._since is None:
             self._since = self._burst_began = now
-        if now - self._burst_began > self._fill_s:  # This row begins a new burst.
+        if now - self._burst_began > self._fill_s:
             self._ended += self._burst
             self._squares += self._burst * self._burst
             self._burst_began, self._burst = now, 0
@@ -214,20 +206,20 @@ class BundleSize:
         return min(self._rows, outstanding // SHARE)
 
     def _end_period(self, now: float, span_s: float) -> None:
-        """Compute the bundle size from the bursts of a period of `span_s` seconds, if that is long enough.
+        """Compute the bundle size, unless the measuring period of `span_s` seconds is still too short.
 
-        A burst is the rows that ended within the time for which a bundle may fill.
+        The rows are counted in bursts: rows that ended within the time that a bundle may wait.
         """
         if span_s >= PERIOD_S:
             is_fast = self._ended >= LEAST_ROWS_S * span_s
-            # The sum of squares divided by the number of rows is the mean burst size, weighted by rows: the
-            # size of the burst in which an average row ended.
+            # The sum of squares divided by the number of rows is the size of the burst in which an average
+            # row ended.
             self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
             self._since, self._ended, self._squares = now, 0, 0
 
 
 MOST_REFUSALS = 32
-"""Number of bundles that an engine may refuse before it has answered one. Then it gets no more bundles."""
+"""An engine that refused this many bundles, and has answered none, gets no more bundles."""
 
 
 class BundledRow(NamedTuple):
@@ -235,7 +227,7 @@ class BundledRow(NamedTuple):
 
     request: Request
     answer: asyncio.Future[Completion | None]
-    """Future of the answer. Its result is None if the row must be sent alone."""
+    """The future answer. None means that the row must be sent alone."""
 
 
 class Bundle:
@@ -244,7 +236,7 @@ class Bundle:
     def __init__(self, rows: Iterable[BundledRow] = ()) -> None:
         self.rows = [*rows]
         self.tokens = 0
-        """Prompt tokens of the rows; counted only while the bundle is being filled."""
+        """Prompt tokens of the rows so far, while the bundle is being filled."""
         self.answers = 0
         """Number of rows that have received an answer or a refusal of their own."""
 
@@ -265,14 +257,14 @@ class Bundle:
             answer.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """End all unanswered rows with an error."""
+        """End all rows that have no answer yet with an error."""
         for row in self.unanswered:
             row.answer.set_exception(error)
 
 
 @dataclass(slots=True, kw_only=True)
 class BundleSender:
-    """Sends the rows of one route, several rows in a request if that is faster."""
+    """Sends the rows for one server, several rows in a request if that is faster."""
 
     engine: Engine
     url: str
@@ -296,7 +288,7 @@ class BundleSender:
     async def send(self, request: Request, *, alone: bool) -> Completion:
         """Send a request once, alone or in a bundle, and wait for its answer; see `Engine.generate`.
 
-        `alone` says that the request must not share a bundle.
+        With `alone`, the request does not share a bundle.
         """
         self._outstanding += 1
         try:
@@ -321,7 +313,7 @@ class BundleSender:
 
     def _may_share(self, request: Request) -> bool:
         """Tell whether a request may be sent in a bundle; log each reason against it once."""
-        # A reason against all bundles on this route comes before one that concerns only this request.
+        # The reason against all bundles is logged first, before a reason that concerns only this request.
         why = self.one_by_one or why_alone(request)
         if why is not None and why not in self._logged:
             self._logged.add(why)
@@ -363,11 +355,11 @@ class BundleSender:
         """Send the bundle that is being filled if all outstanding rows wait in it."""
         filling = self._filling
         if filling is not None and len(filling.rows) == self._outstanding:
-            # The next turn of the event loop is soon enough, and rows that are sent in this turn still join.
+            # Send it in the next turn of the event loop, so that rows sent in this turn can still join.
             asyncio.get_running_loop().call_soon(self._send_filled, filling)
 
     def _send_rows(self, rows: Sequence[BundledRow]) -> None:
-        """Send rows in one request; a single row returns to its `send` call, which sends it alone."""
+        """Send rows in one request. A single row goes back to its `send` call, which sends it alone."""
         if len(rows) > 1 and self.one_by_one is None:
             task = asyncio.ensure_future(self._send_bundle(Bundle(rows)))
             # `close` cancels the tasks in this set. The set also keeps them from being garbage collected.
@@ -378,7 +370,7 @@ class BundleSender:
             row.answer.set_result(None)
 
     async def _send_bundle(self, bundle: Bundle) -> None:
-        """Send a bundle once; its unanswered rows are sent again in smaller bundles, or fail."""
+        """Send a bundle once. Rows without an answer are sent again in smaller bundles, or fail."""
         requests = [row.request for row in bundle.rows]
         self.totals.add(len(requests))
         why = "the engine answered none of the rows in them"
@@ -388,8 +380,8 @@ class BundleSender:
             why = str(refusal)
         except AttemptFailedError as failure:
             why = str(failure)
-            # As long as the engine has answered no bundle, it may not support bundles at all. Then the rows
-            # are sent again in smaller requests. Otherwise they fail.
+            # An engine that has answered no bundle may not support them. Then its rows are sent again in
+            # smaller requests. Otherwise they fail.
             if self._works or bundle.answers or isinstance(failure, NoAnswerError):
                 bundle.fail(failure)
         except (RequestError, BatchrunError) as failure:
@@ -410,18 +402,18 @@ class BundleSender:
         if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
             self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self.totals.rows_resent += len(unanswered)
-        if bundle.answers:  # The engine takes bundles, so only the rows that it left out are sent alone.
+        if bundle.answers:  # The engine accepts bundles, so only rows that it did not answer are sent alone.
             for row in unanswered:
                 row.answer.set_result(None)  # A result of None tells `send` to send the row alone.
             return
-        # A single row may be the reason for the refusal. Halves isolate it with few requests.
+        # A single row may cause the refusal. Halving the bundle isolates it in few requests.
         half = len(unanswered) // 2
         self._send_rows(unanswered[:half])
         self._send_rows(unanswered[half:])
 
 
 class BundleSenders:
-    """Creates the senders of an engine's routes, according to the job's `bundle`."""
+    """Creates a sender for each server of an engine, according to the job's `bundle`."""
 
     def __init__(
         self,
@@ -440,14 +432,15 @@ class BundleSenders:
         self._fixed = job.bundle if isinstance(job.bundle, int) else None
         if job.bundle == "off":
             self._fixed = 1
-        if info.simulated:  # A simulated engine has no tokenizer process, so bundles save nothing.
+        if info.simulated:  # a simulated engine has no tokenizer process, so bundles save nothing
             self._fixed = 1
         most_tokens = job.sampling.max_new_tokens
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
         self._one_by_one: str | None = None
-        # A bundle without decoding has a single reply, so the engine's reasons against bundles do not apply.
+        # Without decoding, a bundle gets a single reply, so the engine's reasons against bundles do not
+        # apply.
         if passes is None:
-            # `only_short_share` is a reason only against bundles of rows with long outputs.
+            # `only_short_share` speaks only against bundles of rows with long outputs.
             self._one_by_one = info.one_by_one or (None if self._short else info.only_short_share)
 
     def sender_to(self, url: str) -> BundleSender:
@@ -464,8 +457,8 @@ class BundleSenders:
 
 
 def why_alone(request: Request) -> str | None:
-    """Return the reason why a row needs a request of its own; None if it can share one."""
-    # The bundle of a task without decoding has a single reply, so none of the following reasons applies.
+    """Return why a row needs a request of its own; None if it may share one."""
+    # A task without decoding has a single reply per bundle, so none of the following reasons applies.
     if request.task is not None:
         return None
     if request.kind != "input_ids":
@@ -473,7 +466,7 @@ def why_alone(request: Request) -> str | None:
     sampling = request.sampling
     if (sampling.get("n") or 1) > 1:
         return "sampling.n is more than 1"
-    if THINKING in sampling:  # One field of a request switches thinking on for all of its rows.
+    if THINKING in sampling:  # one field of the request switches thinking on for all of its rows
         return f"sampling.{THINKING}"
     # A bundle is streamed. While streaming, SGLang holds back text that may begin a stop string, but not text
     # that may begin a match of stop_regex. So a streamed answer could contain part of the match.

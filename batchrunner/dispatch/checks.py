@@ -32,24 +32,23 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 MOST_LENGTHENED = 3
-"""Maximum number of retries of a truncated answer; each retry doubles max_new_tokens."""
+"""Maximum number of retries of a truncated answer. Each retry doubles max_new_tokens."""
 LONGEST_SEARCH_S = 0.2
 """Seconds after which the search for a regular expression in an answer is given up."""
 KEPT_SCHEMAS = 256
-"""Maximum number of compiled schemas that are kept if each row brings its own schema."""
+"""Maximum number of compiled schemas in memory, if each row brings its own schema."""
 BLANKS = rf"\s{{{MOST_BLANKS}}}"
-"""`stop_regex` that ends an answer of JSON which the model pads with blanks. It is cheap to match, because
-the length of a match is bounded. But SGLang matches it against each output in each step, so it is sent only
-after an answer of the run was padded."""
+"""`stop_regex` that ends a JSON answer which the model pads with blanks. SGLang matches it against every
+output in each step, so it is sent only after an answer of the run was padded."""
 PADDED = (
     "the answer was padded with blanks: JSON allows any number of blanks between values; "
     f"start the server with --{MAX_BLANKS_FLAG} {MOST_BLANKS}"
 )
-"""Complaint about an answer of JSON that is nothing but blanks from some point on."""
+"""Complaint about a JSON answer that ends in nothing but blanks."""
 _STOPS = {"stop", "stop_token_ids", "stop_regex"}
-"""Sampling parameters that may end an answer before it is a whole match of its regular expression."""
+"""Sampling parameters that may end an answer before it matches its whole regular expression."""
 LONGEST_COMPLAINT = 300
-"""Maximum characters of an error about a JSON value or a schema; longer errors are shortened."""
+"""Maximum number of characters of an error about a JSON value or a schema; the rest is cut off."""
 SEED_STEP = 1_000_003
 """Difference between the sampling seeds of two tries of a row."""
 MOST_SEED = (1 << 31) - 1
@@ -57,13 +56,13 @@ MOST_SEED = (1 << 31) - 1
 
 
 class Verdict(NamedTuple):
-    """An answer that was checked, and the error or the next request of its row."""
+    """The result of a check: the answer, and its error or the row's next request."""
 
     completion: Completion
     error: str | None = None
-    """The reason why the row failed; None if the answer is good, or if there is a next request."""
+    """Why the row failed; None if the answer is good, or if there is a next request."""
     next_request: Request | None = None
-    """The next request of the row; None if the row ends with this answer."""
+    """The row's next request; None if the row ends with this answer."""
 
 
 class AnswerChecker:
@@ -81,21 +80,23 @@ class AnswerChecker:
         self._conditions = AnswerConditions(job, plan, columns)
         self._check = job.accept
         self._tries = plan.tries
-        """Maximum number of answers of a row, without those that are requested again with more tokens."""
+        """Maximum number of answers of a row, not counting those that are requested again with more tokens.
+        """
         self._lengthens = plan.on_length == "longer"
         """Whether a truncated answer is requested again with more tokens."""
         self._tokenizer = tokenizer
         self._functions = functions if functions is not None and CHECK in functions.facts else None
         self._ends_padding = False
-        """Whether an answer was padded with blanks. From then on, BLANKS is sent with requests that have a
-        schema."""
+        """Whether the model padded a JSON answer with blanks. From then on, requests with a schema get a
+        `stop_regex` against it."""
         self._thread = None if self._conditions.are_quick else ThreadPoolExecutor(1, "checks")
-        """Thread for checks that may take long and would block the event loop; None if all are quick."""
+        """Thread for slow checks, which would block the event loop; None if all are quick."""
 
     def to_send(self, request: Request) -> Request:
         """Return the request as it is sent.
 
-        Once an answer of the job was padded, a request with a schema gets BLANKS as `stop_regex`.
+        Once the model has padded a JSON answer with blanks, requests with a schema get a `stop_regex` that
+        ends such padding.
         """
         if self._ends_padding and request.sampling.get("json_schema") is not None:
             return _ending_padding(request)
@@ -108,7 +109,7 @@ class AnswerChecker:
         """
         history = row.answers = row.answers or AnswerHistory(row.request)
 
-        # The job's conditions come first, and then its Python function.
+        # The job's conditions are checked first, and then its Python function.
         if self._thread is None:
             answer, complaint = self._conditions.check(row.request, completion)
         else:
@@ -138,7 +139,7 @@ class AnswerChecker:
     async def _next_request(
         self, row: PendingRow, history: AnswerHistory, answer: Completion, complaint: str
     ) -> Request | None:
-        """Return the next request of a row after a rejected answer; None if the row ends with this answer.
+        """Return the row's next request after a rejected answer; None if the row ends with this answer.
 
         A truncated answer is requested again with more tokens. Any other answer is requested again with
         another seed, and with the complaint in the chat if the job asks for feedback.
@@ -154,7 +155,6 @@ class AnswerChecker:
             if answer.thinking_cut:
                 sampling[THINKING] *= 2
             return row.request._replace(sampling=sampling)
-        # Retries with more tokens do not count as tries.
         tries = len(history.rejected) - history.lengthened
         if tries >= self._tries:
             return None
@@ -163,17 +163,17 @@ class AnswerChecker:
             return _next_try(history.first, tries)
         chat = _with_complaint(_next_try(unencoded, tries), answer, complaint)
         (request,) = await self._tokenizer.tokenize([chat])
-        # With the complaint the chat may be too long. Then there is no next request.
+        # If the chat is too long with the complaint, there is no next request.
         return request if isinstance(request, Request) else None
 
 
 def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
-    """Return the last answer of a row. Unless the first answer was good, add a summary of all answers.
+    """Return the last answer of a row, with a summary of all answers unless the first one was good.
 
     `is_good` is None if the row's last attempt had no answer that could be checked.
     """
     assert history.last is not None
-    # There was one request for each rejected answer, and one more if the last answer was not rejected.
+    # Requests of the row: one for each rejected answer, and one more if the last answer was not rejected.
     asks = len(history.rejected) + (is_good is not False)
     if asks == 1 and is_good:
         return history.last
@@ -182,9 +182,9 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
 
 
 async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
-    """Return the complaint of `accept.python` about an answer, or the function's error; else None.
+    """Return the complaint of the job's Python function about an answer, or its error; else None.
 
-    The function returns True for a good answer, and False or a complaint for any other answer.
+    The function (`accept.python`) returns True for a good answer, and otherwise False or a complaint.
     """
     facts = functions.facts[CHECK]
     row = (carried_of(request.ref),) if facts.takes_row else ()
@@ -205,18 +205,14 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
-        """Whether a truncated answer may fail."""
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
-        """Whether an answer fails if its thinking was truncated."""
         self._fails_repetition = plan.on_repetition == "fail"
-        """Whether an answer that repeats itself without end fails."""
+        """Whether an answer fails if it repeats itself without end."""
         self._only_with_schema = job.on_length is None
-        """Whether a truncated answer fails only if its request has a schema, because the job sets no
+        """Whether a truncated answer fails only if its request has a schema. This is so if the job sets no
         `on_length`."""
         self._wants_json = plan.checks_json
-        """Whether answers must be JSON."""
         self._adds_parsed = PARSED in plan.columns
-        """Whether the results have the column `parsed`."""
         self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
@@ -224,7 +220,7 @@ class AnswerConditions:
         self._by_row = plan.schema_by_row
         """Whether each row may bring its own schema."""
         self._always_json = accept.json_ is True
-        """Whether the answers of rows without a schema must be JSON as well."""
+        """Whether answers must be JSON even if the row has no schema."""
         self._validator = None
         if self._parses and plan.schema is not None:
             field = "accept.json" if isinstance(accept.json_, dict) else "sampling.json_schema"
@@ -233,16 +229,16 @@ class AnswerConditions:
         self._pattern = accept.regex
         conditions = (self._expression, self._pattern, plan.schema, job.sampling.regex)
         self.are_quick = not self._by_row and all(condition is None for condition in conditions)
-        """Whether every check is quick. False if there is an expression, a regular expression or a schema."""
+        """Whether every check is quick: there is no expression, no regular expression and no schema."""
 
     def check(self, request: Request, completion: Completion) -> tuple[Completion, str | None]:
-        """Return the answer, with a column `parsed` if the run has one, and a complaint or None.
+        """Return the answer (with its column `parsed`, if the run has one), and a complaint or None.
 
         If the answer has several completions, all of them must be good; the first complaint is returned.
         """
         first_complaint: str | None = None
         parsed_values: list[Any] = []
-        # All completions are parsed for the column `parsed`, but none is checked after the first complaint.
+        # All completions are parsed for the column `parsed`. After the first complaint, no more are checked.
         for number, text in enumerate(completion.texts):
             value, column_value, json_error = None, None, None
             if self._parses:
@@ -261,7 +257,7 @@ class AnswerConditions:
     ) -> str | None:
         """Return a complaint about completion `number` of an answer, or None.
 
-        `value` is its JSON value, and `json_error` the reason why it is not the JSON that was asked for.
+        `value` is its JSON value, and `json_error` the reason why it is not as requested.
         """
         return (
             self._ending_complaint(request, completion, number, json_error=json_error)
@@ -272,17 +268,17 @@ class AnswerConditions:
     def _ending_complaint(
         self, request: Request, completion: Completion, number: int, *, json_error: str | None
     ) -> str | None:
-        """Return a complaint about the way in which an answer ended, or about its JSON; None if it is good.
+        """Return a complaint about how an answer ended, or about its JSON; None if it is good.
 
-        A truncated or endless answer is rarely valid JSON. So the way in which it ended comes first: this is
-        the cause, and `json_error` is only a consequence.
+        A truncated or endless answer is rarely valid JSON. So the complaint names how it ended, which is the
+        cause, rather than `json_error`.
         """
         reason = completion.finish_reasons[number]
-        # If each row may bring its own schema, a row without one has only the checks that apply to all rows.
+        # A row without a schema has only the checks that apply to all rows.
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         is_bad_json = json_error is not None and self._wants_json and (has_schema or self._always_json)
         must_be_whole = self._fails_truncated and (has_schema or not self._only_with_schema)
-        # Whole JSON may also end at the limit. Then it counts as truncated only if the job says so.
+        # Complete JSON may also end at the limit. Then it counts as truncated only if the job says so.
         is_truncated = reason == CUT and (is_bad_json or must_be_whole)
         may_be_padded = self._wants_json and (is_bad_json or is_truncated)
         if may_be_padded and _is_padded(request, completion.texts[number], reason):
@@ -326,7 +322,7 @@ class AnswerConditions:
         return f"the answer has no match of accept.regex {self._pattern!r}"
 
     def _parse(self, request: Request, text: str) -> tuple[Any, Any, str | None]:
-        """Return the JSON value of an answer, its value in the column `parsed`, and a complaint or None."""
+        """Return an answer's JSON value, its value in the column `parsed`, and a complaint or None."""
         try:
             value = msgspec.json.decode(text)
         except (msgspec.MsgspecError, RecursionError) as failure:
@@ -351,7 +347,6 @@ class AnswerConditions:
         row_schema = request.sampling.get("json_schema")
         if not self._by_row or row_schema is None:
             return self._validator
-        # Validators are cached by the text of the schema.
         is_text = isinstance(row_schema, str)
         return _validator_of_text(row_schema if is_text else orjson.dumps(row_schema).decode())
 
@@ -359,13 +354,13 @@ class AnswerConditions:
 def _may_follow(pattern: str, request: Request, completion: Completion, number: int) -> bool:
     """Tell whether an answer may match the regular expression of its request.
 
-    The engine may read a regular expression differently than Python. So the check is lenient: a dot matches a
+    The check is lenient, because the engine may read the expression differently than Python: a dot matches a
     line end too, word characters are either ASCII or of all scripts, and an expression that Python cannot
-    parse allows any answer. The answer may lack a space at its beginning, which a tokenizer may drop. If the
-    answer was truncated, or a stop parameter may have ended it, the beginning of a match is enough.
+    parse allows any answer. A tokenizer may have dropped a space at the beginning. If the answer was
+    truncated or stopped, the beginning of a match is enough.
     """
     calls = completion.columns.get(TOOL_CALLS)
-    if calls and calls[number]:  # The text is only what the server left after it took out the tool calls.
+    if calls and calls[number]:  # the text is only what is left without the tool calls
         return True
     text = completion.texts[number]
     is_whole = completion.finish_reasons[number] == "stop" and _STOPS.isdisjoint(request.sampling)
@@ -382,7 +377,7 @@ def _may_follow(pattern: str, request: Request, completion: Completion, number: 
 
 
 def _validator(schema: dict[str, Any], field: str) -> Any:
-    """Return the validator of a schema; raises JobError, which names its `field`, if the schema is invalid.
+    """Compile a schema; raises JobError, which names its `field`, if the schema is invalid.
 
     The validator limits backtracking in the schema's patterns, and fetches no other schemas.
     """
@@ -393,8 +388,8 @@ def _validator(schema: dict[str, Any], field: str) -> Any:
     except ValueError as failure:
         error: Any = failure
         while branches := getattr(getattr(error, "kind", None), "context", None):
-            # None of the schema's alternatives fits. Report the one whose error lies deepest, because it was
-            # probably meant.
+            # No alternative of the schema fits. Report the one with the deepest error, which was probably
+            # meant.
             error = max(chain(*branches), key=lambda branch_error: len(branch_error.instance_path))
         problem = f"not a JSON Schema that answers can be checked against: {_with_path(error)}"
         raise JobError(f"{field}: {problem}") from None
@@ -402,7 +397,7 @@ def _validator(schema: dict[str, Any], field: str) -> Any:
 
 @lru_cache(KEPT_SCHEMAS)
 def _validator_of_text(schema: str) -> Any:
-    """Return the validator of a row's own schema, given as JSON text; raises JobError."""
+    """Compile a row's own schema, given as JSON text; raises JobError."""
     try:
         return _validator(orjson.loads(schema), "the row's json_schema")
     except orjson.JSONDecodeError:
@@ -410,30 +405,29 @@ def _validator_of_text(schema: str) -> Any:
 
 
 def _with_path(failure: Any) -> str:
-    """Return the error of a JSON value or a schema, preceded by the keys that lead to the wrong value."""
+    """Return the error of a JSON value or a schema, after the path to the wrong value."""
     path = "".join(f"[{step!r}]" for step in getattr(failure, "instance_path", ()))
     return f"{path} {_short(getattr(failure, 'message', str(failure)))}".lstrip()
 
 
 def _short(text: str) -> str:
-    """Return a text in one line of at most LONGEST_COMPLAINT characters."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_COMPLAINT else line[: LONGEST_COMPLAINT - 1] + "…"
 
 
 RISING = (0.4, 0.8)
-"""Minimum temperature of a row's second try, and of its later tries. At temperature 0 the model would give
-the same answer at each try."""
+"""Minimum temperature of a row's second try, and of its later tries. At temperature 0 every try would give
+the same answer."""
 
 
 def _is_padded(request: Request, text: str, reason: str | None) -> bool:
-    """Tell whether an answer that should be JSON was truncated in padding, or was stopped by BLANKS."""
+    """Tell whether a JSON answer was truncated or stopped while the model padded it with blanks."""
     is_stopped = reason == "stop" and BLANKS in (request.sampling.get("stop_regex") or ())
     return is_stopped or (reason == CUT and len(text) - len(text.rstrip()) >= MOST_BLANKS)
 
 
 def _ending_padding(request: Request) -> Request:
-    """Return a request with the stop expression BLANKS, which ends an answer that is padded with blanks."""
+    """Return the request with a `stop_regex` that ends padding with blanks."""
     stops = request.sampling.get("stop_regex") or []
     stops = [stops] if isinstance(stops, str) else stops
     if BLANKS in stops:
@@ -452,7 +446,7 @@ def _next_try(first: Request, number: int) -> Request:
 
 
 def _with_complaint(request: Request, answer: Completion, complaint: str) -> Request:
-    """Return the chat followed by the model's answer and a complaint about the answer.
+    """Return the request with the model's answer and a complaint added to its chat.
 
     Tool calls are written as text, because chat templates expect a result after a real call.
     """

@@ -1,6 +1,6 @@
-"""The loop that sends a row of the backlog for each free slot, and then stores its outcome or retries it.
+"""Sends a row for each free slot of the engine's servers. Stores its answer, or sends it again.
 
-If a row gets no answer, `attempt.py` decides whether the row is sent again or ends with an error.
+`attempt.py` decides whether a row without an answer is sent again or ends with an error.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ACCEPTED_S = 1.0
-"""Minimum time in flight, in seconds, after which a request counts as accepted by the engine."""
+"""Only a request that has been in flight for this many seconds counts as accepted by the engine."""
 ACCEPTED_RATIO = 2.0
-"""Minimum time in flight after which a request counts as accepted, as a multiple of the time of a refusal."""
+"""The engine must also have had the request for this many times as long as its last refusal took."""
 MOST_CONTRADICTED = 3
-"""Number of rows that failed on a route, and that other routes then answered, at which the route is
-suspended."""
+"""A server gets no rows for a while (is suspended) after it failed this many rows that other servers then
+answered."""
 MOST_BODY_BYTES = 1 << 16
 """Maximum size, in bytes, of a server's error body that is stored with a row of a batch file. A larger body,
 for example with a stack trace, is dropped."""
@@ -63,7 +63,7 @@ for example with a stack trace, is dropped."""
 
 @dataclass(slots=True, kw_only=True)
 class Dispatcher:
-    """Sends rows as slots of the routes become free, until every row has an outcome."""
+    """Sends rows as the servers have free slots, until every row has an answer or an error."""
 
     backlog: Backlog
     routes: Routes
@@ -74,17 +74,16 @@ class Dispatcher:
     load_control: LoadControl
     events: EventLog
     limits: LimitsSpec
-    """`limits` of the job."""
     _in_flight: dict[PendingRow, None] = field(default_factory=dict, init=False)
     """Rows in flight, the oldest first."""
     _refused_since: float | None = field(default=None, init=False)
     """When the engine began to refuse every row; None if it accepts rows, or if none are sent."""
 
     async def run(self, feeder: Feeder | Rollouts) -> None:
-        """Send all rows that the feeder adds to the backlog.
+        """Send all rows that `feeder` adds to the queue of rows (the backlog).
 
-        Raises EngineLostError, StorageError, or an error of the feeder. An error or a cancellation cancels
-        the requests in flight; a later attempt sends their rows again.
+        Raises EngineLostError, StorageError, or an error of the feeder. After an error or a cancellation, the
+        requests in flight are cancelled. The next start of the run sends their rows again.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -97,7 +96,7 @@ class Dispatcher:
                         # `row` is None if `has_for` was wrong. Then `_use_slot` only frees the slot.
                         row = self.backlog.take(route)
                         group.create_task(self._use_slot(row, route))
-                # Rollouts still store the answers to requests that are in flight.
+                # Wait for the requests in flight, because their answers are still to be stored.
                 while self.routes.in_flight:
                     await self.backlog.wait_for_rows()
                 feeding.cancel()
@@ -109,7 +108,7 @@ class Dispatcher:
                     await route.sender.close()
 
     async def _use_slot(self, row: PendingRow | None, route: Route) -> None:
-        """Send a row, then further rows in the same slot, because an asyncio task for each row costs more."""
+        """Send one row after the other in a slot. An asyncio task for each row would cost more."""
         try:
             while row is not None:
                 await self._attempt(row, route)
@@ -119,9 +118,9 @@ class Dispatcher:
             self.backlog.wake()
 
     async def _attempt(self, row: PendingRow, route: Route) -> None:
-        """Send a row once. Then store its outcome, or requeue it.
+        """Send a row once. Then store its answer or error, or put it back into the queue.
 
-        The row holds its slot until its outcome is stored, so that a slow disk slows down the sending.
+        The row holds its slot until its answer is stored, so that a slow disk slows down the sending.
         """
         row.attempts += 1
         row.route = route
@@ -154,7 +153,7 @@ class Dispatcher:
                     return
         else:
             last_error = await self._handle_failure(row, route, error, now)
-            if last_error is None:  # None means that the row is in the backlog again.
+            if last_error is None:  # None means that the row will be sent again.
                 return
             message = str(last_error)
             completion = (
@@ -168,14 +167,15 @@ class Dispatcher:
             attempts=row.attempts,
         )
         await self.backlog.end(row, outcome)
-        # While the outcome waited to be stored, its slot sent nothing. This time must not count as refusal.
+        # Nothing was sent while the outcome waited to be stored. The engine did not refuse any row in this
+        # time.
         self._refused_since = None
 
     def _record_answer(self, row: PendingRow, route: Route, completion: Completion, now: float) -> None:
-        """Record an answer: clear the doubt about its route, and update counts and output lengths."""
+        """Count an answer. Its server (the route) is no longer suspected of failing good rows."""
         route.doubt = None
         if row.failures is not None:
-            # This answer speaks against the routes on which the row failed before.
+            # The row failed on other servers before. This answer shows that those servers were at fault.
             for other in {*row.failures.avoided}:
                 self._contradict(other, now)
         self._record_reply(row, route, completion, now)
@@ -192,13 +192,13 @@ class Dispatcher:
         route.ended.add(completion)
         if self.routes.account is not None:
             self.routes.account.add(completion, seconds=now - row.sent_at)
-        # The prompt has certainly been computed by now, so followers can use its prefix from the cache.
+        # The prompt is certainly computed by now, so rows with the same prefix find it in the cache.
         row.prefix_ready_at = min(row.prefix_ready_at, now)
 
     def _contradict(self, route: Route, now: float) -> None:
-        """Record that another route answered a row that failed on `route`.
+        """Record that another server answered a row that failed on `route`.
 
-        After a few such rows, suspend `route`.
+        After a few such rows, send no rows to `route` for a while.
         """
         doubt = route.doubt
         if doubt is None:
@@ -207,7 +207,7 @@ class Dispatcher:
         if doubt.contradicted < MOST_CONTRADICTED:
             return
         suspension_s = route.suspend(now)
-        if suspension_s is not None:  # None: the route was suspended already.
+        if suspension_s is not None:  # None if the route was suspended already
             message = "%s gets no rows for %g s: other replicas answer rows that fail on it (%s)"
             log.warning(message, route.url, suspension_s, doubt.reason)
             self.events.write("route_out", route=route.url, seconds=suspension_s, why=doubt.reason)
@@ -215,10 +215,10 @@ class Dispatcher:
     async def _handle_failure(
         self, row: PendingRow, route: Route, error: RequestError, now: float
     ) -> RequestError | None:
-        """Decide the fate of a row whose attempt failed: end it, or send it again.
+        """Decide whether a row without an answer is sent again, or ends with an error.
 
-        Return the error with which the row ends, or None if it is sent again. Raises EngineLostError if the
-        engine has accepted no row for too long.
+        Return the row's final error, or None if the row is sent again. Raises EngineLostError if the engine
+        has accepted no row for too long.
         """
         kind = kind_of(error)
         history = row.failures = row.failures or FailureHistory()
@@ -227,15 +227,15 @@ class Dispatcher:
         cause = RefusalCause.OPEN
         if kind in REFUSED_FOR_NOW and not history.was_refused:
             cause = await self._investigate_refusal(row, route, history, now)
-        # The investigation above comes first, because its control request may show that the engine accepts
-        # rows.
+        # `_investigate_refusal` must run before this check. Its control request may show that the engine
+        # accepts rows.
         if kind in UNAVAILABLE:
             self._record_unavailable(kind, now)
         fate = fate_of(self._failed_attempt(row, route, kind=kind, cause=cause, now=now))
         history.add(kind, fate, route, error)
         match fate:
             case Fate.END:
-                if kind in REJECTED:  # The server works: it has judged the row.
+                if kind in REJECTED:  # The server works, because it has examined the row.
                     self._record_reply(row, route, None, now)
                 return error
             case Fate.END_REFUSED:
@@ -249,13 +249,12 @@ class Dispatcher:
         return None
 
     def _requeue(self, row: PendingRow, route: Route, fate: Fate, error: RequestError) -> None:
-        """Send a row again: at once if it was preempted or another route gets it, otherwise after a pause."""
+        """Send a row again: at once if preempted or meant for another server, otherwise after a pause."""
         pause_s = 0.0
         if isinstance(error, PreemptedError):
-            row.attempts -= 1  # A preempted attempt does not count, because the row is not at fault.
+            row.attempts -= 1  # A preempted attempt does not count: the row is not at fault.
             self.load_control.concurrency.count_returned(error.tokens)
         elif fate is Fate.ASK_ANOTHER:
-            # If another route answers the row, this route is at fault, see `_contradict`.
             route.doubt = route.doubt or Doubt(str(error))
         else:
             jitter = random.random()  # noqa: S311 - jitter, not a secret
@@ -265,9 +264,9 @@ class Dispatcher:
     async def _investigate_refusal(
         self, row: PendingRow, route: Route, history: FailureHistory, now: float
     ) -> RefusalCause:
-        """Record a temporary refusal of a row, and return its cause as far as it is known.
+        """Record that a server refused a row for now. Return the cause as far as it is known.
 
-        If nothing else can tell the cause, send a control: a request that the route should answer.
+        If the cause is unknown otherwise, send a control: a simple request that the server should answer.
         """
         refusals = history.record_refusal(route.record, sent_at=row.sent_at, now=now)
         cause = cause_of(
@@ -282,9 +281,9 @@ class Dispatcher:
         return cause
 
     def _record_unavailable(self, kind: FailureKind, now: float) -> None:
-        """Record the time since when the engine accepts no row; a death starts it anew.
+        """Record since when the engine accepts no row.
 
-        An engine that died had accepted rows until then.
+        If the engine died, the time starts now, because the engine accepted rows until then.
         """
         if self._refused_since is None or kind is FailureKind.DIED:
             self._refused_since = now
@@ -292,13 +291,13 @@ class Dispatcher:
     def _failed_attempt(
         self, row: PendingRow, route: Route, *, kind: FailureKind, cause: RefusalCause, now: float
     ) -> FailedAttempt:
-        """Collect the facts that decide the fate of a row without an answer."""
+        """Collect the facts that decide whether a row without an answer is sent again."""
         history = row.failures
         assert history is not None
         failed_before = bool(history.failed_routes(kind))
         failed_routes = history.failed_routes_with(kind, route)
-        # Routes that are down may all fail a good row. So a repeated failure confirms that the row is to
-        # blame only if one of the routes works.
+        # Servers that are down fail good rows too. So failures on several servers are evidence against the
+        # row only if one of the servers works.
         return FailedAttempt(
             kind,
             has_other_route=self.routes.has_others(failed_routes),
@@ -312,17 +311,17 @@ class Dispatcher:
         )
 
     def _relieve(self, route: Route, kind: FailureKind, error: RequestError, now: float) -> None:
-        """Start the cooldown of a route on which a row failed; narrow its windows if it is congested."""
+        """Pause a server on which a row failed. If it is overloaded, lower its concurrency limit."""
         cooldown_s = self.routes.cool_down(route, now)
         asyncio.get_running_loop().call_later(cooldown_s, self.backlog.wake)
         if kind in CONGESTED:
             self.load_control.narrow(route.url, str(error), now)
 
     async def _send_control(self, row: PendingRow, route: Route) -> None:
-        """Send a control in the slot of a refused row.
+        """Send a control request in the slot of a refused row.
 
-        A control is a request that the route should answer. Its answer is evidence that the row itself causes
-        the refusals, and not the route.
+        A control is a simple request that the server should answer. If it does, the row causes the refusals,
+        not the server.
         """
         record = route.record
         record.has_control = True
@@ -345,12 +344,12 @@ class Dispatcher:
     def _is_engine_lost(self, row: PendingRow, now: float) -> bool:
         """Tell whether the engine has accepted no row for `limits.engine_wait` seconds.
 
-        `row` is the row that was refused last. A request that has been in flight for long counts as accepted,
-        see ACCEPTED_S. The engine does not count as lost while a request counts as accepted.
+        `row` is the row that was refused last. The engine is not lost if a request has been in flight for
+        much longer than a refusal takes, because such a request was probably accepted.
         """
         if self._refused_since is None:
             return False
-        # A refusal comes soon. So a request that is in flight much longer than the last refusal took was
+        # Refusals come quickly. A request that is in flight for much longer than the last refusal took was
         # accepted.
         oldest = next(iter(self._in_flight), row)
         refusal_s = now - row.sent_at
@@ -358,7 +357,6 @@ class Dispatcher:
         return not is_accepted and now - self._refused_since > self.limits.engine_wait
 
     def _engine_lost(self, row: PendingRow, error: RequestError, now: float) -> EngineLostError:
-        """Return the error with which the run ends, because the engine has accepted no row for too long."""
         waited_s = now - (self._refused_since or now)
         return EngineLostError(
             f"the engine accepted no row for {waited_s:.0f} s (row {row.request.ref.row} "
@@ -366,14 +364,14 @@ class Dispatcher:
         )
 
     def _sender_of(self, route: Route) -> BundleSender:
-        """Return the sender of a route; create it for the route's first row."""
+        """Return the object that sends rows to a server. Create it before the first row."""
         if route.sender is None:
             route.sender = self.senders.sender_to(route.url)
         return route.sender
 
 
 def _server_error(request: Request, error: RequestError) -> Completion | None:
-    """Return a completion without text for a row of a batch file; its `response` is the server's error.
+    """Return a server's error as a completion without text, for a row of an OpenAI batch file.
 
     Return None for any other row, or if the error's body is too long or is not a JSON object.
     """
@@ -383,7 +381,7 @@ def _server_error(request: Request, error: RequestError) -> Completion | None:
     try:
         content = orjson.loads(body)
         response = hidden(orjson.dumps(content).decode())
-        orjson.loads(response)  # raises if hiding a password has broken the JSON
+        orjson.loads(response)  # Hiding a password may have broken the JSON.
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
     if not isinstance(content, dict):

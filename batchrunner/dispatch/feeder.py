@@ -1,4 +1,4 @@
-"""Reads rows in a thread, orders and tokenizes them, and adds them to the backlog."""
+"""Reads rows in a thread, orders and tokenizes them, and adds them to the queue of rows (the backlog)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 
 LONGEST_PRIMING_S = 30.0
-"""Maximum seconds to wait for a round of `PrimeTask`s. A round saves only about one prefill pass, so a longer
-wait would not pay."""
+"""Maximum seconds to wait until common prefixes are computed before the run. This saves only about one
+prefill pass, so a longer wait would not pay."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 """Sampling parameters of a request that only computes a shared prefix."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Feeder:
-    """Fills the backlog, and pauses while the backlog is full.
+    """Fills the queue of rows (the backlog), and pauses while it is full.
 
-    A row passes through `source`, `reorderer`, `tokenizer` and `backlog`, in this order.
+    Rows pass through `source`, `reorderer`, `tokenizer` and `backlog`, in this order.
     """
 
     source: RowSource
@@ -38,17 +38,19 @@ class Feeder:
     results: ResultSink
     engine: Engine
     urls: Sequence[str]
-    """URLs of the engine's servers. The common prefixes are computed on these servers before the rows are
-    sent."""
+    """URLs of the engine's servers, on which common prefixes are computed before the rows are sent."""
     keeps_prompts: bool
-    """Whether each row also keeps its prompt in the form before tokenization (`AnswerHistory.unencoded`)."""
+    """Whether each row also keeps its prompt as it was before tokenization."""
     primes: bool
-    """Whether shared prefixes are computed before the rows are sent. False if the engine has other users."""
+    """Whether common prefixes are computed before the rows are sent. False if the engine has other users."""
 
     async def run(self) -> None:
-        """Read until the source ends or the run stops; raises the errors of the source, and StorageError."""
+        """Read until the input ends or the run stops.
+
+        Raises the errors of the source, and StorageError.
+        """
         batches = self.reorderer.reorder(self.source)
-        # `Dispatcher.run` cancels the feeder once no row remains to be sent.
+        # `Dispatcher.run` cancels this task once no row remains to be sent.
         with contextlib.suppress(asyncio.CancelledError):
             while not self.backlog.is_over:
                 batch = await asyncio.to_thread(next, batches, None)
@@ -58,11 +60,14 @@ class Feeder:
         self.backlog.finish_reading()
 
     async def _add_batch(self, batch: Sequence[PendingRow | PrimeTask | Outcome]) -> None:
-        """Prepare the rows of a batch and add them to the backlog; then wait until it has room again."""
+        """Prepare the rows of a batch, and add them to the queue of rows.
+
+        Then wait until it has room again.
+        """
         rows = [item for item in batch if isinstance(item, PendingRow)]
         self.backlog.expect(len(rows))
         for item in batch:
-            if isinstance(item, Outcome):  # An Outcome comes for a row that could not be rendered.
+            if isinstance(item, Outcome):  # a row that could not be rendered comes as an Outcome
                 await self.results.put(item)
         if self.primes:
             await self._prime([item for item in batch if isinstance(item, PrimeTask)])
@@ -72,8 +77,8 @@ class Feeder:
                 await self.backlog.end(row, request)
                 continue
             if self.keeps_prompts:
-                # Later requests may add to the chat, so they need the request before its tokenization, with
-                # the media that are prepared already.
+                # Later requests may extend the chat. They need it before its tokenization, with the prepared
+                # media.
                 unencoded = row.request._replace(media=request.media)
                 row.answers = AnswerHistory(request, unencoded=unencoded)
             row.request = request
@@ -82,11 +87,10 @@ class Feeder:
         await self.backlog.wait_for_room()
 
     async def _prime(self, tasks: Sequence[PrimeTask]) -> None:
-        """Compute shared prefixes on an empty engine, by a request for one output token after each prefix.
+        """Compute common prefixes on an empty engine: send each as a request for one output token.
 
-        A prefix that begins with another prefix is requested in a later round than that prefix, so that it
-        uses the cached one. Errors are ignored, because the rows of these tasks are sent again later and will
-        show them.
+        A prefix that begins with another one is sent after it, so that the cached one is used. Errors are
+        ignored. If a row is at fault, its own request will fail later.
         """
         by_round = attrgetter("round")
         for _, round_tasks in groupby(sorted(tasks, key=by_round), key=by_round):
@@ -100,7 +104,7 @@ class Feeder:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_PRIMING_S):
                     await asyncio.gather(*answers, return_exceptions=True)
-            # From now on the prefixes count as computed, even those whose requests took too long.
+            # From now on the prefixes count as cached, even if their requests took too long.
             for task in batch:
                 task.row.prefix_ready_at = time.monotonic()
 
@@ -108,8 +112,7 @@ class Feeder:
         """Yield the URL of a server for each prefix cache that needs the prefix."""
         group = task.row.group
         if task.on_every_replica or group is None:
-            # A server with several caches gets a request for each of them, and distributes the requests
-            # itself.
+            # A server with several caches gets as many requests, and spreads them over its caches itself.
             for copy in range(max(self.reorderer.caches, len(self.urls))):
                 yield self.urls[copy % len(self.urls)]
             return

@@ -1,6 +1,6 @@
-"""Polls the engine's load four times a second, and resizes the windows of the runs that use the engine.
+"""Polls the engine's load four times a second, and adapts how many requests are kept in flight.
 
-Each change of a window is written to the event log, with its reason.
+Each change of a concurrency limit (window) is written to the event log, with its reason.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 SPARE = 8
-"""Number of slots that a run gets in addition to its ready rows, for rows that become ready soon. Other runs
+"""A run gets this many more slots than it has rows ready to send, for rows that become ready soon. Other runs
 of the same engine cannot use these slots."""
 
 
@@ -40,10 +40,9 @@ class SendingRun:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class LoadControl:
-    """Polls the engine's load while rows are sent, and resizes the windows of its routes.
+    """Polls the engine's load while rows are sent, and adapts the concurrency limits of its servers.
 
-    Runs that use the engine at the same time share one LoadControl and its windows. For the concurrency law
-    they are one run.
+    Runs that use the engine at the same time share one LoadControl and its limits.
     """
 
     _engine: Engine
@@ -51,7 +50,7 @@ class LoadControl:
     _runs: list[SendingRun] = field(default_factory=list)
     """Runs that send rows now; the oldest run comes first."""
     _poll: asyncio.Task[tuple[Sequence[SchedulerLoad], float]] | None = None
-    """The present or last poll of the load, for which all runs wait together; None before the first poll."""
+    """The current or last poll of the load. All runs wait for this one task. None before the first poll."""
 
     @property
     def in_use(self) -> bool:
@@ -60,7 +59,7 @@ class LoadControl:
 
     @property
     def _is_for_one_run(self) -> bool:
-        """Whether the engine belongs to a single run, so that no slots need to be divided."""
+        """Whether only one run can use the engine, so that no slots need to be divided."""
         return len(self._runs) == 1 and self._runs[0].routes.account is None
 
     def join(self, run: SendingRun) -> None:
@@ -68,7 +67,8 @@ class LoadControl:
         in_flight = Counter[Account]()
         for other in self._runs:
             in_flight[_account_of(other)] += other.routes.in_flight
-        # An account that had no run until now starts level with the accounts that are sending rows.
+        # An account groups the runs of one owner. One that had no run starts level with the accounts that
+        # send rows.
         if in_flight and _account_of(run) not in in_flight:
             _account_of(run).begin_beside(in_flight)
         self._runs.append(run)
@@ -78,17 +78,16 @@ class LoadControl:
         """Remove a run that has ended; the other runs get its slots."""
         self._runs.remove(run)
         if self._runs:
-            # The windows have not changed, but fewer runs share them.
+            # The limits have not changed, but fewer runs share them.
             self._apply(())
         elif self._poll is not None:  # No run waits for the poll any more.
             self._poll.cancel()
 
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
-        """Poll until cancelled. After each poll, resize the windows and call `polled` with the load sample.
+        """Poll the load until cancelled. Adapt the concurrency limits after each poll, then call `polled`.
 
-        `polled` gets the loads of the schedulers, empty if unknown, and the time in seconds of the monotonic
-        clock. An error that `polled` raises ends the polling. Runs that share the engine wait for the same
-        polls.
+        `polled` gets the loads of the schedulers (empty if unknown) and the time, in seconds of the monotonic
+        clock. If it raises an error, polling ends. Runs that share the engine also share the polls.
         """
         while True:
             if self._poll is None or self._poll.done():
@@ -99,7 +98,7 @@ class LoadControl:
             polled(*await asyncio.shield(self._poll))
 
     async def _sample(self, pause_s: float) -> tuple[Sequence[SchedulerLoad], float]:
-        """Poll the load after a pause, and resize the windows; return the loads and their time."""
+        """Poll the load after a pause, and adapt the concurrency limits. Return the loads and their time."""
         await asyncio.sleep(pause_s)
         loads = await self._engine.loads()
         now = time.monotonic()
@@ -107,23 +106,23 @@ class LoadControl:
             limit.in_flight = sum(run.routes.open(limit.url, limit.ended).in_flight for run in self._runs)
         unsent = sum(run.backlog.unsent for run in self._runs)
         self._apply(self.concurrency.observe(loads, now, unsent=unsent))
-        # In a background run, users may need the slots of rows in flight.
+        # A background run yields to the engine's users, so its requests in flight may have to be cancelled.
         for limit, allowed in self.concurrency.routes_to_relieve():
             self._engine.preempt(limit.url, allowed)
         return loads, now
 
     def narrow(self, url: str, why: str, now: float) -> None:
-        """Narrow the windows of a route that refused a request or let one wait too long."""
+        """Lower the concurrency limits of a server that refused a request or did not answer in time."""
         self._apply(self.concurrency.backpressure(url, why, now))
 
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
-        """Divide the window of each route among the runs, and write `changes` to their event logs.
+        """Divide each server's slots among the runs, and write `changes` to their event logs.
 
-        All runs together have at most as many requests in flight as the concurrency law allows.
+        All runs together never have more requests in flight than the server's concurrency limit.
         """
         changes = [*changes]
         unsent = [run.backlog.unsent for run in self._runs]
-        # A run gets slots for the rows that it can send now, and SPARE slots for those that come soon.
+        # A run gets slots for rows that are ready, and SPARE slots for rows that become ready soon.
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for limit in self.concurrency.routes:
             window = self.concurrency.window_of(limit)
@@ -161,9 +160,9 @@ def _account_of(run: SendingRun) -> Account:
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
-    """Write changes of windows and load states (corners) to the event log.
+    """Write changes of concurrency limits (windows) and of load states (corners) to the event log.
 
-    If a scheduler enters the load state `held`, tell the user: the server holds requests back.
+    The load state `held` means that the server queues requests although it has room. The user is told.
     """
     for change in changes:
         events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))

@@ -27,27 +27,26 @@ if TYPE_CHECKING:
     from batchrunner.dispatch.rollouts import Rollouts
 
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
-"""Kinds of incidents that report.json lists. Changes of a gateway's workers are only in the event log."""
+"""Kinds of incidents that report.json lists. Other incidents are only in the event log."""
 SPAN_S = 30.0
 """Seconds over which a rate is averaged."""
 PACE_ROWS = 32
-"""Minimum half-life of the pace (the mean time of a row), in rows: the number of later rows after which a row
-counts half."""
+"""Minimum half-life, in rows, of the average time per row: a row counts half after this many later rows."""
 PACE_ROUNDS = 4
-"""Minimum half-life of the pace (the mean time of a row), as a multiple of the rows in flight."""
+"""Minimum half-life of the average time per row, as a multiple of the rows in flight."""
 PACE_SHARE = 0.25
-"""Minimum half-life of the pace (the mean time of a row), as a fraction of the rows that have ended. In long
-runs it makes the pace smooth."""
+"""Minimum half-life of the average time per row, as a fraction of the rows that have ended. It makes the
+average smooth in long runs."""
 
 
 CONTRADICTION = 0.5
-"""Minimum relative difference between the measured mean time of a row and its estimate. If the difference is
-larger, and the run is late or early by LATE_SHARE, the estimate may be dropped."""
+"""The estimated time per row may be dropped if the measured time differs from it by more than this fraction.
+The run must also be late or early by LATE_SHARE."""
 LATE_SHARE = 0.05
-"""Minimum amount, as a fraction of the estimated run time, by which a run must be late or early before its
-estimate is dropped. A smaller amount is normal, since a run begins slowly."""
+"""The estimate of a run is dropped only if the run is late or early by more than this fraction of the
+estimated run time. Less is normal, since a run begins slowly."""
 CHANCE = 3.0
-"""Maximum deviation of the mean row time, in standard errors, that counts as chance. The standard deviation
+"""A deviation of the mean row time counts as chance up to this many standard errors. The standard deviation
 of a single row's time is assumed to equal the mean."""
 
 
@@ -55,11 +54,11 @@ class Rates:
     """Rates of several counts over the last 30 s."""
 
     def __init__(self, now: float, counts: int) -> None:
-        """Start at time `now`; `counts` is the number of counts, which all begin at 0."""
+        """Start at time `now` with as many zeros as there are `counts`."""
         self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
 
     def update(self, now: float, counts: tuple[int, ...]) -> list[float]:
-        """Add the counts so far; return the rate of each, per second."""
+        """Record the present values of the counts; return the rate of each, per second."""
         self._points.append((now, counts))
         # Keep one point that is at least SPAN_S old, so that the rate covers the whole span.
         while len(self._points) > 2 and self._points[1][0] <= now - SPAN_S:  # noqa: PLR2004
@@ -70,10 +69,10 @@ class Rates:
 
 
 class TimeLeft:
-    """Remaining time of an attempt, by the pace of the rows that ended recently.
+    """Remaining time of a run, from the time per row of the rows that ended recently.
 
-    Until enough rows have ended, the time comes from an estimate of the run, if there is one. The estimate is
-    dropped as soon as the rows contradict it.
+    Until enough rows have ended, an estimate of the run is used, if there is one. It is dropped as soon as
+    the measured times contradict it.
     """
 
     def __init__(self, now: float, row_s: float | None = None) -> None:
@@ -81,22 +80,19 @@ class TimeLeft:
         self._rows = self._seconds = 0.0
         """Number of ended rows and their time in seconds; the older a row is, the less it counts."""
         self._done = 0
-        """Number of rows that have ended."""
         self._began = now
         self._ended = now
-        """Time at which the last row ended."""
         self._expected_s = row_s or 0.0
-        # Weight of the estimate in the predicted time per row; the measured pace has the rest.
+        # Weight of the estimated time per row, from 0 to 1. The measured time has the rest.
         self._trust = 1.0 if row_s else 0.0
 
     def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
         """Record the rows that ended so far; return the seconds until the remaining rows have ended.
 
-        Without an estimate the time is None until as many rows have ended as are in flight, because the first
-        rows to end are the quick ones. While no further row ends, the time counts down. It is None once it
-        would be negative.
+        Without an estimate, the result is None until as many rows have ended as are in flight, because quick
+        rows end first. While no further row ends, the time counts down. It is None once it would be negative.
         """
-        # Time does not count yet, because the input is still being read or sorted.
+        # The input is still being read or sorted, so the clock has not started.
         if not done and not in_flight:
             self._began = self._ended = now
         if done > self._done:
@@ -105,21 +101,21 @@ class TimeLeft:
         if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, total):
             self._trust = 0.0
         if done >= max(1, in_flight):
-            # Mix the estimate and the pace, and count down since the last row ended.
+            # Average the estimated and the measured time per row, and subtract the time since the last row
+            # ended.
             pace_s = self._seconds / self._rows
             row_s = self._trust * self._expected_s + (1 - self._trust) * pace_s
             left_s = remaining * row_s - (now - self._ended)
-        elif self._trust:  # Only quick rows have ended, so use the estimate alone, and count down.
+        elif self._trust:  # Only quick rows have ended, so only the estimate counts.
             left_s = total * self._expected_s - (now - self._began)
         else:
             return None
         return round(left_s, 1) if left_s >= 0 else None
 
     def _update_pace(self, now: float, done: int, in_flight: int) -> None:
-        """Add the rows that ended since the last call to the pace, in which older rows count less."""
+        """Add the rows that ended since the last call to the average time per row; older rows count less."""
         ended = done - self._done
         half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
-        # Each ended row makes all earlier rows count a little less.
         weight = 0.5 ** (ended / half_life)
         self._rows = self._rows * weight + ended
         self._seconds = self._seconds * weight + now - self._ended
@@ -128,14 +124,13 @@ class TimeLeft:
         self._trust *= weight
 
     def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
-        """Tell whether rows are much slower or quicker than estimated, and by more than chance explains.
+        """Tell whether rows are much slower or quicker than estimated, by more than chance explains.
 
-        The elapsed time is compared with the estimated time of the rows so far. Rows in flight have been
-        worked on only in part, so they count fully in the test for a late run, and not at all in the test
-        for an early run.
+        The run is late if it took longer than the estimate for all ended rows and all rows in flight. It is
+        early if it took less than the estimate for the ended rows alone.
         """
         material_s = LATE_SHARE * total * self._expected_s
-        # If the estimate is right, the ended rows and the rows in flight take this time at most.
+        # By the estimate, the ended rows and the rows in flight take at most this time.
         latest_s = (done + in_flight) * self._expected_s
         is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + material_s)
         if is_late or done < max(1, in_flight):
@@ -147,29 +142,30 @@ class TimeLeft:
 def _tolerance(done: int, in_flight: int = 0) -> float:
     """Return the factor by which the mean time of the ended rows may differ from the true mean.
 
-    The time spent on rows in flight adds to the difference, because these rows have not ended.
+    Rows in flight widen the tolerance, because time was spent on them although they have not ended.
     """
     done = max(1, done)
     return 1 + max(CONTRADICTION, CHANCE / math.sqrt(done), in_flight / done)
 
 
 class LoadSummary:
-    """Summary of the load of the run's schedulers, such as the share of time with a healthy queue.
+    """Averages of the schedulers' load over a run, such as the share of time with a healthy queue.
 
-    A scheduler's steady time begins when its window leaves the state `start`, and ends with the state `tail`.
+    Only a scheduler's steady time counts. It begins when requests first wait at the scheduler or its KV pool
+    is full, and ends when no row remains to be sent.
     """
 
     def __init__(self, concurrency: ConcurrencyLimits) -> None:
         self._concurrency = concurrency
         self._last: float | None = None
-        # sum of each value times the seconds that it lasted
+        # Sum of each value times the seconds for which it lasted.
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a load sample, weighted by the seconds since the last sample.
 
-        A scheduler's steady time lies between the start and the tail of the run. A background run has no
-        steady time. Its time is divided between the users and the run.
+        For a background run, which yields to a server's users, the time is divided between the users and the
+        run.
         """
         span_s = 0.0 if self._last is None else now - self._last
         self._last = now
@@ -185,10 +181,9 @@ class LoadSummary:
                 self._add_steady(load, controller, span_s)
 
     def _add_background(self, load: SchedulerLoad, controller: BackgroundController, span_s: float) -> None:
-        """Split a span of a live server's time between its users and this run.
+        """Split a time span of a shared server between its users and this run, by their numbers of requests.
 
-        Each gets a part in proportion to its number of requests. The time in which there are no requests
-        belongs to neither.
+        Time without any requests belongs to neither.
         """
         requests = load.running + load.queue
         users_share = min(1.0, controller.users / max(1, requests))
@@ -198,22 +193,23 @@ class LoadSummary:
         self._sums["served"] += span_s
 
     def _add_steady(self, load: SchedulerLoad, controller: Controller, span_s: float) -> None:
-        """Add a span of time in which a scheduler had this load to the sums over its steady time."""
+        """Add a load that lasted for `span_s` seconds to the sums of its scheduler."""
         sums, band = self._sums, controller.band
         sums["steady"] += span_s
         sums["in_band"] += span_s * (band.low <= load.queue <= band.high)
         sums["empty"] += span_s * (load.queue == 0)
         sums["usage"] += span_s * load.token_usage
         sums["queue"] += span_s * load.queue
-        # `corner` is the load state of the scheduler, such as FULL or HELD; the report has their shares.
+        # `corner` is the scheduler's load state, such as FULL. The report has the share of time of each
+        # state.
         if controller.corner is not None:
             sums[controller.corner] += span_s
 
     @property
     def background(self) -> dict[str, Any]:
-        """Shares of this run and of the users in a live server's time, and the preempted rows.
+        """The fractions of a shared server's time that this run and the users took, and the preempted rows.
 
-        Empty if the run is not a background run.
+        Empty unless the run is a background run, which yields to the server's users.
         """
         served_s = self._sums["served"]
         if not served_s:
@@ -247,29 +243,25 @@ class LoadSummary:
 
 @dataclass
 class AttemptProgress:
-    """Progress of an attempt: builds samples of its state, and report.json's `load` and `incidents`."""
+    """Progress of an attempt (one start of a run), for the display and for report.json."""
 
     rows: RowSource
     done: DoneRows
-    """Rows that ended in earlier attempts."""
     counts: RowCounts
-    """Counts of the rows and tokens of this attempt."""
     routes: Routes
     concurrency: ConcurrencyLimits
     backlog: Backlog
     engine: Engine
     events: EventLog
     began: float
-    """Start of the attempt, in seconds of the monotonic clock."""
+    """Time of this start of the run, in seconds of the monotonic clock."""
     task: str
-    """Task of the job."""
     rollouts: Rollouts | None = None
-    """Rollouts of the attempt; None if each row is one request."""
+    """Multi-turn rollouts of the run; None if each row is one request."""
     row_s: float | None = None
     """Estimated seconds per row; None without an estimate of the run."""
 
     def __post_init__(self) -> None:
-        """Count nothing yet."""
         self.load = LoadSummary(self.concurrency)
         self._rates = Rates(self.began, counts=4)
         self._time_left = TimeLeft(self.began, self.row_s)
@@ -278,13 +270,13 @@ class AttemptProgress:
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> RunSample:
-        """Take a load sample; return the state of the run."""
+        """Record a load sample; return the state of the run."""
         self.load.polled(loads, now)
         self.write_incidents()
         return self.sample(loads, now)
 
     def write_incidents(self) -> None:
-        """Write the incidents of the engine's servers since the last call to the event log."""
+        """Write what happened to the engine's servers since the last call to the event log."""
         for incident in self.engine.incidents():
             values = {"who": incident.who, "why": incident.why, **incident.facts}
             self.events.write(f"engine_{incident.what}", **values)
@@ -335,9 +327,10 @@ class AttemptProgress:
         )
 
     def _signals(self, loads: Sequence[SchedulerLoad], now: float) -> list[SchedulerSample]:
-        """Return each scheduler's load, window and load state.
+        """Return each scheduler's load, concurrency limit and load state.
 
-        If the route of a scheduler has no other scheduler, its token rate and retractions are included.
+        The token rate and the retractions are counted by server. They are left out if a server has several
+        schedulers.
         """
         concurrency = self.concurrency
         samples = {load.scheduler: SchedulerSample.of(load) for load in loads}
@@ -345,7 +338,7 @@ class AttemptProgress:
             sample, route = samples.get(name), scheduler.route
             is_alone = route.only_scheduler is scheduler
             tokens_per_s = 0.0
-            # The rate must be updated at each call, even if no load of the scheduler came with this poll.
+            # Update the rate at each call, even without a new load sample.
             if is_alone:
                 (tokens_per_s,) = self._token_rates[name].update(now, (route.ended.output_tokens,))
             if sample is None:

@@ -182,6 +182,9 @@ class PoisonRows:
         self._in_flight[row.deaths] -= 1
 
 
+PASS_S = 0.1
+"""Seconds for which the moved rows of a prefix group are held. It is the time of two short prefill passes of
+an engine with little to do: the one that runs, and the one that computes the prefix."""
 READ_AHEAD_ROWS = 512
 """Number of rows in the dispatch queue at which the feeder pauses. While the queue is that full, any route
 may take rows that are kept for another route."""
@@ -205,6 +208,9 @@ class DispatchQueue:
     groups if possible, and only under two conditions. It has fewer than half as many requests in flight as
     the other route has rows, in flight or kept. And the other route keeps at least a quarter as many rows as
     it has requests in flight.
+
+    Of each group that moves, one row is sent at once. The others are held for the time of a prefill pass, so
+    that they use the prefix which that row has computed.
     """
 
     def __init__(self, routes: Routes) -> None:
@@ -251,7 +257,7 @@ class DispatchQueue:
             self._for_any_route
             or self._turns
             or route.kept
-            or self._route_to_relieve(route.in_flight)
+            or self._route_to_relieve(route, route.in_flight)
             or (self._avoiding and self._avoiding_others(route))
         )
 
@@ -289,8 +295,13 @@ class DispatchQueue:
                 return row
             _keep(row, home)
         # This row's slot is already counted in `in_flight`.
-        busiest = self._route_to_relieve(route.in_flight - 1)
+        busiest = self._route_to_relieve(route, route.in_flight - 1)
         return _relieve(busiest, route) if busiest else None
+
+    def release(self, route: Route) -> None:
+        """Let a route send the rows that were held until it had computed their prefixes."""
+        route.kept.extend(route.held)
+        route.held.clear()
 
     def home_of(self, group: PrefixGroup) -> Route:
         """Return the route of a prefix group; the first call chooses it."""
@@ -300,15 +311,15 @@ class DispatchQueue:
             group.home.promised += group.to_come
         return group.home
 
-    def _route_to_relieve(self, in_flight: int) -> Route | None:
-        """Return the route with the most kept rows if another route may take some of them, else None.
+    def _route_to_relieve(self, route: Route, in_flight: int) -> Route | None:
+        """Return the route with the most kept rows if `route` may take some of them, else None.
 
         A kept row waits for the route that has its prefix in the cache. The other route asks for a row, and
         has `in_flight` requests in flight.
         """
         busiest = max(self._routes, key=lambda route: len(route.kept))
         kept_rows = len(busiest.kept)
-        if not kept_rows:
+        if not kept_rows or route.held:  # Held rows are rows that the route has just taken from another one.
             return None
         # A suspended route cannot send its kept rows itself, so another route may take them.
         if busiest.is_suspended:
@@ -336,14 +347,22 @@ def _keep(row: PendingRow, route: Route) -> None:
     route.promised += 1
 
 
+def _hold(row: PendingRow, route: Route) -> None:
+    """Hold a row for a route until `DispatchQueue.release`."""
+    route.held.append(row)
+    route.promised += 1
+
+
 def _relieve(busiest: Route, route: Route) -> PendingRow:
     """Move half of the rows that are kept for one route to another; return the first of these rows.
 
     Groups move whole, except the last one. Groups of which no row was sent yet move first, then large groups.
-    Groups alternate among the moved rows, because two rows of one group in the same pass would both compute
+    Only one row of a group is sent at once. If two of them were in the same prefill pass, both would compute
     the prefix, which the other route does not have in its cache yet.
     """
     rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
+    # Groups may come back to the route that they have left in part, and that still has their prefix.
+    cached = {group for group in rows_of if group.home is route}
     rows_to_move = Counter[PrefixGroup]()  # number of rows to move, by group
     half = (len(busiest.kept) + 1) // 2
     for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
@@ -363,14 +382,16 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     busiest.kept = remaining
     busiest.promised -= len(moved)
 
-    # Sort the moved rows by their number within the group, so that the groups alternate.
-    turns = Counter[PrefixGroup | None]()
-
-    def turn_of(row: PendingRow) -> int:
-        turns[row.group] += 1
-        return turns[row.group]
-
-    first, *others = sorted(moved, key=turn_of)
+    awaited = set[PrefixGroup | None]()  # groups whose prefix this route is about to compute
+    to_send = list[PendingRow]()
+    for row in moved:
+        if row.group in awaited:
+            _hold(row, route)
+            continue
+        to_send.append(row)
+        if row.group not in cached:
+            awaited.add(row.group)
+    first, *others = to_send
     for row in others:
         _keep(row, route)
     return first
@@ -390,6 +411,7 @@ class Backlog:
         self._queue = DispatchQueue(routes)
         self._poison = PoisonRows(routes)
         self._media_bytes = 0  # total size of the media files of the rows in flight
+        self._releasing = set[Route]()  # routes whose held rows are released after a pause
         self.waiting = 0
         """Number of rows that wait for another attempt and hold no slot."""
         self._unended = 0  # rows that were read and have no outcome yet
@@ -473,6 +495,9 @@ class Backlog:
             # The row's rollout has ended, so the row is dropped. A suspect was counted as in flight above.
             if row.deaths:
                 self._poison.leave_flight(row)
+        if route.held and route not in self._releasing:  # `take` has moved rows from another route.
+            self._releasing.add(route)
+            asyncio.get_running_loop().call_later(PASS_S, self._release_held, route)
         if not self._queue.is_full:
             self._room.set()
         if row is not None and row.request.media:
@@ -526,6 +551,12 @@ class Backlog:
         ):
             self._room.clear()
             await self._room.wait()
+
+    def _release_held(self, route: Route) -> None:
+        """Let a route send the rows that were held until it had computed their prefixes."""
+        self._releasing.remove(route)
+        self._queue.release(route)
+        self.wake()
 
     def _retry(self, row: PendingRow) -> None:
         """Put a row back into the queue, before all other rows; a suspect of engine deaths waits apart."""

@@ -1,8 +1,8 @@
-"""The order in which rows are sent: followers after their prefix is cached, and long outputs early. Pure.
+"""Orders rows so that shared prompt prefixes are still cached when needed, and long outputs come early.
 
-A row *follows* another one, its leader, if both begin with a long common prefix. A tree of the prompts'
-prefixes gives the leader of each row. The reuse distance, in prefill tokens, is how far a leader is sent
-ahead of its followers.
+If two rows begin with a long common prefix, one of them, the leader, is sent first, and its *followers*
+later. A tree of the prompts' prefixes gives the leader of each row. The reuse distance is how many prefill
+tokens are sent between a leader and its followers. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from batchrunner.input.prompt_bytes import RequestDigests, common_length, is_rep
 LEAST_SHARED_BYTES = 256
 """Minimum length, in bytes, of a shared prefix for which rows are reordered: about 64 tokens."""
 LEAST_NODE_BYTES = 64
-"""Minimum number of bytes by which a node's prefix must exceed that of its parent. Prompts may share a few
-more bytes by chance."""
+"""A node of the prefix tree has a prefix at least this many bytes longer than its parent's. Prompts may share
+a few more bytes by chance."""
 
 
 class TreePlace(NamedTuple):
@@ -41,21 +41,21 @@ class TreePlace(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """Rows with a common prefix."""
+    """Rows whose prompts begin with a common prefix."""
 
     leader: int
-    """Index of the row of the branch that is sent first."""
+    """Index of the row that is sent first."""
     rows: int
     """Number of rows, including the leader."""
 
 
 def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlace]:
-    """Return the leader of each row that follows another one, by the row's index.
+    """Find rows with common prefixes; return the leader of each such row, by the row's index.
 
-    The first `sent` of the prefixes belong to rows that were sent before.
+    The leader is the row that is sent first. The first `sent` prefixes belong to rows that were already sent.
     """
-    # In sorted order, all rows with a common prefix stand together. So each row need only be compared with
-    # the next one.
+    # In sorted order, rows with a common prefix are neighbours. So each row is compared only with the next
+    # one.
     order = sorted(range(len(prefixes)), key=prefixes.__getitem__)
     shared_with_next = [_shared_bytes(prefixes[first], prefixes[second]) for first, second in pairwise(order)]
     if not any(shared_with_next):
@@ -77,9 +77,9 @@ def _shared_bytes(first: bytes, second: bytes) -> int:
 class _Tree:
     """A prefix tree of prompts, to which rows are added in sorted order.
 
-    A node stands for a prefix, and its depth is the length of the prefix in bytes. Only the nodes on the path
-    from the root to the row that was added last are open for more rows. All other nodes are closed, because
-    no later row in sorted order begins with their prefixes.
+    A node stands for a prefix, and its depth is the prefix length in bytes. Only nodes on the path to the
+    newest row are open for more rows. All other nodes are closed, because no later row in sorted order begins
+    with their prefixes.
     """
 
     def __init__(self, prefixes: Sequence[bytes], sent: int) -> None:
@@ -88,25 +88,25 @@ class _Tree:
         # Nodes from the root to the current row, each as its depth in bytes and the branches below it.
         self._open: list[tuple[int, list[_Branch]]] = [(0, [])]
         self.places: dict[int, TreePlace] = {}
-        """Leader and shared prefix of each row that follows another one, by the row's index."""
+        """Leader and shared prefix of each row that has a leader, by the row's index."""
 
     def add(self, index: int, depth: int) -> None:
-        """Add the next row in sorted order, which shares `depth` bytes with the one after it."""
+        """Add the next row in sorted order. It shares `depth` bytes with the row after it."""
         branches = [_Branch(index, 1)]
-        # The next row does not begin with the prefixes of the deeper nodes, so these nodes are closed.
+        # Close the nodes whose prefixes the next row does not share.
         while self._open[-1][0] > depth:
             node_depth, node_branches = self._open.pop()
             branches = [*node_branches, *branches]
-            # A node whose prefix is hardly longer than its parent's gets no leader of its own.
+            # If the prefix is hardly longer than the parent's, the node gets no leader of its own.
             if node_depth - max(depth, self._open[-1][0]) >= LEAST_NODE_BYTES:
                 branches = [self._close(node_depth, branches)]
-        # The row is a branch of the node for the prefix that it shares with the next row.
+        # Put the row below the node for the prefix that it shares with the next row.
         if self._open[-1][0] < depth:
             self._open.append((depth, []))
         self._open[-1][1].extend(branches)
 
     def _close(self, depth: int, branches: list[_Branch]) -> _Branch:
-        """Choose the leader of a node, which the leaders of the other branches follow; join the branches."""
+        """Choose the leader of a node, and let the leaders of its branches follow it."""
         leader = max(branches, key=self._rank).leader
         rows = sum(branch.rows for branch in branches)
         for branch in branches:
@@ -117,18 +117,17 @@ class _Tree:
     def _rank(self, branch: _Branch) -> tuple[bool, int, int]:
         """Return the sort key of a branch's leader; the largest key leads the merged branch.
 
-        A row that was sent already comes first, then the leader with the most rows, then the one with the
-        longest prompt.
+        A row that was already sent wins, then the leader of the most rows, then the longest prompt.
         """
-        is_sent = branch.leader < self._sent  # The sent rows come first in the list of prefixes.
+        is_sent = branch.leader < self._sent  # sent rows come first in the list of prefixes
         return is_sent, branch.rows, len(self._prefixes[branch.leader])
 
 
 class OrderedRow(PendingRow, eq=False):
     """A pending row, and its place in the order of sending.
 
-    A row *follows* another one, its `leader`, if both begin with the same bytes. The engine computes the
-    shared prefix for the leader, and finds it in the prefix cache for the follower.
+    A row with the same first bytes as an earlier row *follows* it. The engine computes the shared prefix for
+    the earlier row (the `leader`), and finds it in the prefix cache for the follower.
     """
 
     prefix: bytes = b""
@@ -136,52 +135,52 @@ class OrderedRow(PendingRow, eq=False):
     template: int = 0
     """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
     leader: OrderedRow | None = None
-    """The row whose prefix this row shares, and which is sent before it; None if the row follows no other
-    row."""
+    """The row that shares a prefix with this row, and is sent before it; None if there is none."""
     shared_bytes: int = 0
-    """Length, in bytes, of the prefix that the row shares with its leader."""
     followers: list[OrderedRow] = msgspec.field(default_factory=list)
-    """Rows that follow the row and are not held back for it yet."""
+    """Rows that share a prefix with this row and come after it. Empty once they are held back."""
     new_tokens: float = 0.0
-    """Estimated prompt tokens that the engine computes for the row if the shared prefix is cached."""
+    """Estimated prompt tokens to compute if the prefix shared with the leader is cached."""
     sent_clock: float = 0.0
-    """Sum of `new_tokens` over all rows that were sent up to and including the row: a clock in prefill
-    tokens."""
+    """Total of `new_tokens` over all rows sent so far, including this one. It serves as a clock."""
     used_clock: float = 0.0
-    """Clock in prefill tokens (see `sent_clock`) when the row or one of its followers was last sent."""
+    """Prefill tokens sent in all when this row, or one of its followers, was last sent."""
     longest_output: float = 0.0
-    """Expected output tokens of the row or of its longest follower; 0 if the order ignores lengths."""
+    """The largest expected number of output tokens among the row and its followers; 0 if the order ignores
+    lengths."""
 
 
 PASS_TOKENS = 8192
-"""Assumed tokens of a prefill pass if the engine does not report them: SGLang's chunk on GPUs of 80 GB."""
+"""Assumed tokens of a prefill pass if the engine does not report them: SGLang's prefill chunk on GPUs of 80
+GB."""
 PASSES = 1.1
-"""Initial reuse distance, in prefill passes. It is more than 1, because token counts are estimated."""
+"""Initial distance between rows with a common prefix, in prefill passes. It is above 1, because token counts
+are estimated."""
 POOL_SHARE = 0.15
-"""Maximum initial reuse distance, as a fraction of the KV pool."""
+"""Maximum initial distance between rows with a common prefix, as a fraction of the KV pool."""
 MOST_POOL_SHARE = 0.3
-"""Maximum to which the reuse distance may grow later, as a fraction of the KV pool. A prefix that was last
-used within this distance counts as still cached."""
+"""Maximum distance between rows with a common prefix, as a fraction of the KV pool. A prefix last used within
+this distance counts as still cached."""
 LEAST_PASSES = 1 / 8
-"""Minimum reuse distance, in prefill passes."""
+"""Minimum distance between rows with a common prefix, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
-"""Assumed bytes per prompt token before the first answer. The value is too high rather than too low, because
-too long a distance costs less than too short a distance."""
+"""Assumed bytes per prompt token before the first answer. The value is rather high, which makes the distance
+between rows with a common prefix rather long. Too short a distance would cost more."""
 FOLLOWERS_A_CHECK = 32
-"""Number of answered followers after which the reuse distance is checked."""
+"""The reuse distance is checked each time this many followers (rows with a cached prefix) are answered."""
 NEARER = 0.7
 """Factor by which a correction shortens the reuse distance."""
 WIDER = 1.5
 """Factor by which a correction lengthens the reuse distance."""
 MISS_SHARE = 0.1
-"""Maximum fraction of followers without a prefix cache hit at which the reuse distance stays."""
+"""The reuse distance is corrected if more than this fraction of followers miss the prefix cache."""
 LEAST_EXPECTED_TOKENS = 64
-"""Minimum length of a shared prefix, in tokens, for a follower to count in a check of the reuse distance."""
+"""Followers with a shorter shared prefix, in tokens, do not count in a check of the reuse distance."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistanceChange:
-    """A correction of the reuse distance: the old and the new number of tokens, and the reason."""
+    """A correction of the reuse distance: old and new number of tokens, and the reason."""
 
     old: int
     new: int
@@ -189,79 +188,79 @@ class DistanceChange:
 
 
 class ReuseDistance:
-    """The reuse distance: the prefill tokens, over all schedulers, between a leader and its followers."""
+    """How many prefill tokens are sent between a leader and its followers, the rows that share its prefix."""
 
     def __init__(self, info: EngineInfo, schedulers: int) -> None:
-        """`schedulers` is the number of schedulers, which share the rows and the engine's KV pool."""
+        """`schedulers` is the number of schedulers. Each has an equal part of the rows and of the KV pool."""
         pass_tokens = info.prefill_tokens or PASS_TOKENS
-        # Tokens in the KV pool of one scheduler. An unknown pool is taken to hold a distance of one pass.
+        # Tokens in the KV pool of one scheduler. If unknown, the distance is limited to about one pass.
         pool = info.max_total_tokens / schedulers if info.max_total_tokens else pass_tokens / POOL_SHARE
         self._schedulers = schedulers
         self._pass_tokens = pass_tokens
         self._knows_scheduler = schedulers <= len(info.routes)
-        """Whether each route has one scheduler, so that the route of a row tells its prefix cache."""
+        """Whether each server has a single scheduler, so that the server of a row tells its prefix cache."""
         self._least = LEAST_PASSES * pass_tokens
         """Minimum of the distance, in prefill tokens of one scheduler."""
         self._most = max(MOST_POOL_SHARE * pool, self._least)
         """Maximum of the distance, in prefill tokens of one scheduler."""
         self._first = pass_tokens * PASSES
-        """Initial distance if the pool does not limit it: PASSES prefill passes, in tokens of one scheduler.
-        """
+        """Initial distance in tokens of one scheduler, unless the pool is too small for it."""
         self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
         """The present distance, in prefill tokens of one scheduler."""
         self._bytes, self._bytes_tokens = 0, 0
-        """Bytes and tokens of the prompts that were answered."""
+        """Bytes and tokens of the answered prompts."""
         self._followers, self._missed, self._evicted = 0, 0, 0
-        """Followers since the last check: all, those without a cache hit, those whose prefix was evicted."""
+        """Followers since the last check: all, those that missed the cache, those whose prefix was evicted.
+        """
         self._last_miss_share, self._mean_miss_share = 0.0, 0.0
-        """Share of followers without a cache hit: in the last check, and as a running mean."""
+        """Fraction of rows that did not find their leader's prefix in the cache: in the last check, and as a
+        running mean."""
         self._clock = 0.0
-        """Number of prefill tokens that were sent so far."""
         self._changed_at = 0.0
-        """Value of the clock at the last correction."""
+        """Prefill tokens that were sent before the last correction."""
         self._factor = WIDER
         """Factor of the last correction."""
         self._expected_tokens, self._found_tokens = 0.0, 0.0
-        """Tokens of shared prefixes, and how many of these were in the prefix cache."""
+        """Tokens of shared prefixes, and how many of them the prefix cache held."""
 
     @property
     def tokens(self) -> int:
-        """Reuse distance in prefill tokens, over all schedulers."""
+        """The distance in prefill tokens, over all schedulers."""
         return round(self._tokens * self._schedulers)
 
     @property
     def has_room(self) -> bool:
-        """Whether the KV pool is so large that a prefix stays cached over three reuse distances."""
+        """Whether the KV pool can keep a prefix for three times the reuse distance."""
         return 3 * self._tokens <= self._most
 
     @property
     def bytes_a_token(self) -> float:
-        """Bytes of a prompt token, on average over the answers so far."""
+        """Mean number of bytes per prompt token, over the answers so far."""
         return self._bytes / self._bytes_tokens if self._bytes_tokens else MOST_BYTES_A_TOKEN
 
     def mark_sent(self, row: OrderedRow) -> None:
-        """Advance the clock by the prompt tokens of a row that goes to the dispatch queue now."""
+        """Count the prompt tokens of a row that is sent now."""
         row.new_tokens = (row.prompt_bytes - row.shared_bytes) / self.bytes_a_token
         self._clock += row.new_tokens
         row.sent_clock = row.used_clock = self._clock
-        if row.leader is not None:  # The row uses the leader's prefix, so the cache keeps that prefix longer.
+        if row.leader is not None:  # the row uses the leader's prefix, so it stays cached longer
             row.leader.used_clock = self._clock
 
     def is_reached(self, leader: OrderedRow) -> bool:
-        """Tell whether the followers of a leader may be sent.
+        """Tell whether the rows that share a leader's prefix may be sent.
 
-        They may if the leader was sent at least the reuse distance ago.
+        They may once enough prefill tokens, the reuse distance, were sent after the leader.
         """
-        # The leader's own tokens in its last prefill pass count as well, because they help to fill that pass,
-        # and no follower may be in it.
+        # The leader's own tokens in its last prefill pass count too: they help to fill that pass. No follower
+        # may be in it.
         in_pass = leader.new_tokens % self._pass_tokens
         return self._clock - leader.sent_clock >= (self._tokens - in_pass) * self._schedulers
 
     def keeps(self, clock: float, more_bytes: int = 0) -> bool:
         """Tell whether a prefix is still in the prefix cache.
 
-        The clock counts the prefill tokens that were sent so far. `clock` is its value at the prefix's last
-        use. `more_bytes` of prompts will be sent before the prefix is used again.
+        `clock` is the number of prefill tokens that were sent before the prefix was last used. `more_bytes`
+        of prompts will be sent before it is used again.
         """
         ahead = self._clock - clock + more_bytes / self.bytes_a_token
         return ahead <= self._most * self._schedulers
@@ -271,7 +270,7 @@ class ReuseDistance:
         return row.sent_clock <= self._first * self._schedulers
 
     def record(self, row: OrderedRow, completion: Completion) -> DistanceChange | None:
-        """Record the cached tokens of an answer; return the correction of the distance, or None."""
+        """Record how many prompt tokens of a row were cached; return the change of the distance, or None."""
         if not completion.prompt_tokens or not row.prompt_bytes:
             return None
         self._bytes += row.prompt_bytes
@@ -285,18 +284,18 @@ class ReuseDistance:
         self._expected_tokens += expected
         self._found_tokens += min(expected, cached)
         if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
-            # Such a follower proves nothing: the prefix may be in the cache of another scheduler, or the row
-            # was sent before the last correction.
+            # Such a row proves nothing. Its prefix may be in another scheduler's cache, or it was sent before
+            # the last correction.
             return None
         self._followers += 1
-        if cached < expected / 2:  # A few cached tokens, for example of a common beginning, are not a hit.
+        if cached < expected / 2:  # a few cached tokens, such as a common system prompt, are not a hit
             self._missed += 1
-            # A prefix that was ready before the row was sent, and then was missing, has been evicted.
+            # The prefix was computed before the row was sent, and was missing later. So it was evicted.
             self._evicted += leader.prefix_ready_at < row.sent_at
         return self._correct() if self._followers >= FOLLOWERS_A_CHECK else None
 
     def as_dict(self) -> dict[str, int]:
-        """Return report.json's `sharing`: shared prompt tokens, prefix cache hits in tokens, the distance."""
+        """Return report.json's `sharing`: shared prompt tokens, cached tokens of them, and the distance."""
         return {
             "expected_tokens": round(self._expected_tokens),
             "found_tokens": round(self._found_tokens),
@@ -304,17 +303,15 @@ class ReuseDistance:
         }
 
     def _correct(self) -> DistanceChange | None:
-        """Change the distance if too many followers did not find their prefix in the cache.
+        """Change the distance if too many rows did not find their leader's prefix in the cache.
 
-        The share of misses must be too high in the last check, and also in a running mean that gives the last
-        check a weight of one half, because the misses of a single check may be chance.
+        The misses must be too frequent both in the last check and in a running mean, because a single check
+        may be chance.
 
-        The distance shrinks if the missing prefixes must have been evicted. That is so in two cases. Most of
-        these prefixes had been computed before their followers were sent. Or the distance is longer than one
-        prefill pass, so that a leader is always computed before its followers are sent.
-
-        Otherwise the reason is unknown. Then the last kind of change is repeated, or reversed if the share of
-        misses has grown.
+        The distance shrinks if the missing prefixes were evicted. This is certain if they had been computed
+        before their followers were sent, or if the distance is longer than one prefill pass. Otherwise the
+        reason is unknown. Then the last kind of change is repeated, or reversed if misses have become more
+        frequent.
         """
         followers, missed, evicted = self._followers, self._missed, self._evicted
         self._followers = self._missed = self._evicted = 0
@@ -326,7 +323,7 @@ class ReuseDistance:
         if 2 * evicted > missed or self._tokens >= self._first:
             self._factor = NEARER
         elif miss_share > last_miss_share > MISS_SHARE:
-            # The last correction made the misses more frequent, so its direction is reversed.
+            # Misses became more frequent after the last correction, so reverse its direction.
             self._factor = NEARER if self._factor == WIDER else WIDER
         old = self.tokens
         self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
@@ -338,26 +335,26 @@ class ReuseDistance:
 
 
 MOST_HELD_ROWS = 1024
-"""Maximum number of followers that are held back while more rows may come."""
+"""Maximum number of rows that are held back until their leader's prefix is cached."""
 MOST_HELD_BYTES = 32 << 20
-"""Maximum bytes of the prompts of followers that are held back while more rows may come."""
+"""Maximum total prompt size, in bytes, of rows that are held back until their leader's prefix is cached."""
 BEHIND = 1 << 60
-"""Sort key of due followers that lead other rows. It puts them behind all followers that lead no row."""
+"""Sort key of rows that lead other rows. It puts them behind all rows that lead none."""
 
 
 HeldFollower: TypeAlias = "tuple[float, int, int, OrderedRow]"
-"""A follower that is held back until its leader was sent at least the reuse distance ago: the leader's
-`sent_clock`; a serial number, so that a heap never compares rows; the rank among due followers (the lowest
-goes first); and the row."""
+"""A row that is held back until its leader's prefix is cached: the leader's `sent_clock`; a serial number, so
+that a heap never compares rows; the rank among rows that may be sent (the lowest first); and the row."""
 DueFollower: TypeAlias = "tuple[int, int, OrderedRow]"
-"""A follower that may be sent now: its rank (the lowest goes first); a serial number, so that a heap never
-compares rows; and the row."""
+"""A row that may be sent now, because its leader's prefix is cached: its rank (the lowest goes first); a
+serial number, so that a heap never compares rows; and the row."""
 
 
 class FollowerRelease:
-    """Holds back rows that are ready to send.
+    """Holds back rows until their shared prefix is cached.
 
-    Leaders go in order. A follower goes once its leader was sent at least the reuse distance ago.
+    Leaders, which compute a prefix first, go in order. A follower goes once enough prefill tokens were sent
+    after its leader.
     """
 
     def __init__(self, distance: ReuseDistance | None) -> None:
@@ -366,11 +363,10 @@ class FollowerRelease:
         self._leaders: deque[OrderedRow] = deque()
         self._leaders_bytes = 0
         self._held: list[HeldFollower] = []
-        """Heap of the followers that are held back."""
+        """Heap of the rows that wait until their leader's prefix is cached."""
         self._held_bytes = 0
         self._due: list[DueFollower] = []
-        """Heap of the followers that may be sent now, because their leader was sent at least the reuse
-        distance ago."""
+        """Heap of the rows that may be sent now, because their leader's prefix is cached."""
         self._serial = count()
 
     def __len__(self) -> int:
@@ -378,25 +374,25 @@ class FollowerRelease:
         return len(self._leaders) + len(self._held) + len(self._due)
 
     def add(self, leaders: Iterable[OrderedRow]) -> None:
-        """Add rows that follow no other row. Their followers are added when these rows are taken."""
+        """Add rows that share no earlier row's prefix; taking one of them also adds its followers."""
         for row in leaders:
             self._leaders.append(row)
             self._leaders_bytes += row.prompt_bytes
 
     def hold_followers(self, leader: OrderedRow) -> None:
-        """Hold back the followers of a sent row.
+        """Hold back the rows that share the prefix of a row that was just sent.
 
-        If followers must be sent early, for example because too many rows are held back, those that lead
-        other rows go first, then those with a long prefix.
+        If too many rows are held back, some go early: first those that lead other rows, then those with a
+        long prefix.
         """
         if not leader.followers:
             return
-        # The serial number keeps this order among the held followers of the leader. It counts only for
-        # followers that are sent early: `rank` is the order of those that wait until they are due.
+        # Followers that must be sent early go in this order. Those that wait until their prefix is cached go
+        # by `rank`.
         leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
         for turn, row in enumerate(leader.followers):
-            # With the turn as the rank, due followers of different leaders alternate. A follower that leads
-            # other rows goes behind all of these.
+            # The turn as the rank lets followers of different leaders alternate. A follower that leads other
+            # rows goes behind all of these.
             rank = BEHIND - row.shared_bytes if row.followers else turn
             heapq.heappush(self._held, (leader.sent_clock, next(self._serial), rank, row))
             self._held_bytes += row.memory_bytes
@@ -405,17 +401,17 @@ class FollowerRelease:
     def take(self, *, last: bool) -> OrderedRow | None:
         """Take the next row; None if all rows should wait. With `last` no more rows come, so none waits.
 
-        Of the due followers, those that lead no other row go first, one of each leader in turn. So each
-        prefix is used again before it is evicted, however many rows share it. Then followers that lead other
-        rows go, the one with the longest shared prefix first, since its own followers use that prefix too. In
-        the order in which they become due, all followers of a common prefix would go at once, and evict each
-        other's prefixes. If the next leader is so long that it would evict a prefix before its use, the
-        followers of that prefix go early.
+        Of the rows whose shared prefix is cached, those that lead no other row go first, one of each leader
+        in turn. So each prefix is used again before it is evicted. Then rows that lead others go, the one
+        with the longest shared prefix first.
+
+        If the next leader is so long that it would evict a prefix before its use, the rows with that prefix
+        go early.
         """
         if self._held:
             self._find_due()
         must_release = self._held and not self._due and self._would_evict()
-        # A leader goes if no follower is due. Near the end of the input, leaders go before due followers.
+        # A leader goes if no follower may. Near the end of the input, leaders go before followers.
         leader_is_next = not must_release and (not self._due or (last and self._is_near_end()))
         if self._leaders and leader_is_next:
             row = self._leaders.popleft()
@@ -423,7 +419,7 @@ class FollowerRelease:
         elif self._due:
             row = heapq.heappop(self._due)[-1]
         elif self._held and (last or must_release or self._holds_most()):
-            # The follower is sent early: the reuse distance between its leader and it is not reached.
+            # The row is sent early: its shared prefix may not be cached yet.
             row = self._release_held()[-1]
         else:
             return None
@@ -433,37 +429,36 @@ class FollowerRelease:
         return row
 
     def _holds_most(self) -> bool:
-        """Tell whether so many followers are held back that one must go early."""
+        """Tell whether so many rows are held back that one must be sent early."""
         return len(self._held) > MOST_HELD_ROWS or self._held_bytes > MOST_HELD_BYTES
 
     def _release_held(self) -> DueFollower:
-        """Remove the follower whose leader was sent first from the followers that are held back."""
+        """Remove and return the held row whose leader was sent first."""
         _, serial, rank, row = heapq.heappop(self._held)
         self._held_bytes -= row.memory_bytes
         return rank, serial, row
 
     def _would_evict(self) -> bool:
-        """Tell whether the next leader would evict the oldest prefix that held followers still need."""
+        """Tell whether the next leader's prompt would evict a prefix that a held row still needs."""
         if self._distance is None or not self._leaders:
             return False
         oldest_clock = self._held[0][0]
         return not self._distance.keeps(oldest_clock, self._leaders[0].prompt_bytes)
 
     def _is_near_end(self) -> bool:
-        """Tell whether the last leaders should go before the due followers.
+        """Tell whether the last leaders of the input should go before the rows that may be sent now.
 
-        If the last leaders went later, no rows would be left to send between them and their own followers.
-        But the due followers then wait for up to three reuse distances, so the result is false if their
-        prefixes would be evicted by then.
+        If they went later, no rows would be left to send between them and their own followers. The result is
+        false if the waiting followers would lose their prefixes from the cache meanwhile.
         """
         if self._distance is None or not self._distance.has_room:
             return False
         return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 
     def _find_due(self) -> None:
-        """Move the followers that may be sent now from the held to the due ones.
+        """Find the held rows that may be sent now.
 
-        A follower may be sent if its leader was sent at least the reuse distance ago.
+        A row may be sent once enough prefill tokens (the reuse distance) were sent after its leader.
         """
         while self._held and self._distance is not None:
             leader = self._held[0][-1].leader
@@ -474,19 +469,19 @@ class FollowerRelease:
 
 
 MOST_TEMPLATES = 1024
-"""Maximum number of templates whose averages are kept."""
+"""Maximum number of prompt templates whose mean output lengths are kept."""
 FEWEST_ROWS = 8
-"""Minimum number of rows in an average before it is used."""
+"""A mean output length is used once it covers at least this many rows."""
 
 
 class OutputLengths:
-    """A running average of the output tokens of each template's rows."""
+    """Mean number of output tokens for each prompt template (the beginning that many prompts share)."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[int, int]] = {}  # number of rows and of their output tokens, by template
+        self._sums: dict[int, tuple[int, int]] = {}  # by template: rows, output tokens
 
     def record(self, row: OrderedRow, tokens: int) -> None:
-        """Add the number of output tokens of an answered row to the average of its template."""
+        """Record how many output tokens an answered row has."""
         rows, sum_ = self._sums.get(row.template, (0, 0))
         if rows or len(self._sums) < MOST_TEMPLATES:
             self._sums[row.template] = rows + 1, sum_ + tokens
@@ -494,8 +489,8 @@ class OutputLengths:
     def expected(self, row: OrderedRow) -> float:
         """Return the expected number of output tokens of a row.
 
-        This is the mean over the answered rows with the same template. Until there are FEWEST_ROWS of them,
-        or if the output cannot end early, it is `max_new_tokens`.
+        This is the mean over the answered rows whose prompts begin alike. If there are too few of them, or if
+        the output cannot end early, it is `max_new_tokens`.
         """
         limit: int = row.request.sampling["max_new_tokens"]
         answered_rows, output_tokens = self._sums.get(row.template, (0, 0))
@@ -507,33 +502,33 @@ class OutputLengths:
 WINDOW_ROWS = 2048
 """Number of rows that are read before they are ordered together."""
 WINDOW_BYTES = 32 << 20
-"""Bytes of prompts and images at which the rows that were read are ordered together, however few they are."""
+"""Rows are ordered once the rows that were read have this many bytes of prompts and images."""
 LAST_ROWS = 8192
-"""Number of rows at the end of the input that are ordered together. Those with the longest outputs go first,
-so that the run does not end with them."""
+"""Number of rows at the end of the input that are ordered together. Long outputs go first, so that the run
+does not end with them."""
 SHARED_ROWS = 512
-"""Number of rows that are ordered together in a joined run. It is small, because other workers cannot take
-the rows that one worker holds."""
+"""Number of rows that are ordered together if several workers share the run. It is small, because other
+workers cannot take these rows."""
 PIECE_ROWS = 256
-"""Maximum number of rows that are handed on to the feeder together."""
+"""Maximum number of rows in a piece. A piece is handed on for tokenization as a whole."""
 PIECE_BYTES = 64 << 20
-"""Approximate maximum size of a piece in memory, in bytes, with its token ids and files. A piece is the rows
-that are handed on to the feeder together."""
+"""Approximate maximum memory of a piece, in bytes, with its token ids and files. A piece is the rows that are
+handed on for tokenization together."""
 IDS_BYTES = 16
 """Memory for token ids, in bytes per byte of a prompt."""
 TEMPLATE_BYTES = 256
-"""Number of bytes at the start of a prompt by which prompt templates are distinguished."""
+"""Rows whose prompts begin with the same number of bytes count as rows of one prompt template."""
 SENT_ROWS = 32
-"""Maximum number of sent rows that are kept, so that rows read later may follow them."""
+"""Maximum number of sent rows that are kept, because rows read later may share their prefixes."""
 SENT_BYTES = 8 << 20
-"""Maximum bytes of the prompts of sent rows that later rows may still follow."""
+"""Maximum total prompt size, in bytes, of sent rows that are kept for comparison with later rows."""
 COMMON_SHARE = 0.25
-"""Maximum number of rows that share a prefix and are kept on one replica, as a fraction of the rows that a
-replica gets. A prefix that more rows share is computed on every replica."""
+"""Rows with a common prefix go to one replica if they are at most this fraction of a replica's rows. If there
+are more, every replica computes the prefix."""
 
 
 class PrimeTask(NamedTuple):
-    """A shared prefix that is computed (primed) before any row is sent: the prompt of `row`.
+    """A prompt prefix that is computed (primed) before any row is sent: the prompt of `row`.
 
     An empty engine admits many rows in its first prefill pass, and would compute the prefix for each of them.
     So priming saves up to one pass per start, which matters for short runs. In virtual time (an 8B model),
@@ -543,14 +538,13 @@ class PrimeTask(NamedTuple):
 
     row: OrderedRow
     round: int
-    """Number of the round, from 0. A prefix that begins with another primed prefix belongs to a later
-    round."""
+    """Number of the round, from 0. A prefix that extends another primed prefix belongs to a later round."""
     on_every_replica: bool
-    """Whether the prefix is computed on every replica, and not only on the replica of the row's group."""
+    """Whether every replica computes the prefix, and not only the replica that gets the row."""
 
 
 class Reorderer:
-    """Puts rows in order as they come from their source."""
+    """Puts rows into the order of sending, a window of rows at a time."""
 
     def __init__(
         self,
@@ -561,7 +555,7 @@ class Reorderer:
         caches: int = 1,
         longest_prompt_first: bool = False,
     ) -> None:
-        """Order rows by shared prefixes if `distance` is set, and by output length if `lengths` is set.
+        """Order rows by common prefixes if `distance` is set, and by output length if `lengths` is set.
 
         With `longest_prompt_first`, the longest prompts of the window go first, so that rows of similar
         length share a pass. With `dedupe` equal requests are sent once. `caches` is the number of prefix
@@ -573,18 +567,17 @@ class Reorderer:
         self._longest_prompt_first = longest_prompt_first
         self.caches = caches
         self._window: list[OrderedRow] = []
-        """Rows that were read and are ordered together next."""
+        """Rows that were read, and will be ordered together next."""
         self._window_bytes = 0
         self._sent: deque[OrderedRow] = deque(maxlen=SENT_ROWS)
-        """The newest leaders of earlier windows, which rows of later windows may follow."""
+        """The newest sent rows whose prefixes later rows may share."""
         self._release = FollowerRelease(distance)
         self._digests = RequestDigests()
         self._began = False
-        """Whether a row was sent."""
 
     @property
     def held(self) -> int:
-        """Number of rows that were read and not yet handed on to the feeder."""
+        """Number of rows that were read and not handed on yet."""
         return len(self._window) + len(self._release)
 
     def sharing(self) -> dict[str, Any]:
@@ -592,7 +585,10 @@ class Reorderer:
         return self._distance.as_dict() if self._distance is not None else {}
 
     def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
-        """Learn from an answer; return the change of the reuse distance, or None if it stays."""
+        """Learn the output length and the cached tokens of an answer.
+
+        Return the change of the reuse distance, or None if it stays.
+        """
         if not isinstance(row, OrderedRow):  # A request of a rollout is not reordered.
             return None
         if self._lengths is not None:
@@ -600,7 +596,7 @@ class Reorderer:
         return self._distance.record(row, completion) if self._distance is not None else None
 
     def reorder(self, source: RowSource) -> Iterator[list[OrderedRow | PrimeTask | Outcome]]:
-        """Read a source and yield its rows in the order of sending; outcomes in it are yielded at once."""
+        """Yield a source's rows in the order of sending; its outcomes (rows with errors) come at once."""
         for batch in source.batches():
             outcomes: list[OrderedRow | PrimeTask | Outcome] = []
             for item in batch:
@@ -616,10 +612,10 @@ class Reorderer:
         yield from self._ordered(last=True)
 
     def _add(self, request: Request) -> None:
-        """Add a row to the window, the rows that are ordered together next."""
+        """Add a row to the window, the rows that will be ordered together next."""
         row = OrderedRow(request)
         prefix = prompt_bytes(request)
-        # Needed even without reordering, because it limits how far rows are read ahead.
+        # Needed even without reordering: it limits how far rows are read ahead.
         row.prompt_bytes = len(prefix)
         self._digests.write(request, prefix)
         if self._distance is not None or self._lengths is not None or self._dedupe:
@@ -628,10 +624,10 @@ class Reorderer:
         self._window_bytes += row.memory_bytes
 
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
-        """Tell whether the window has enough rows to be ordered; `unread` rows are still to be read.
+        """Tell whether enough rows were read to order them; `unread` rows are still to be read.
 
-        The last rows of the input are ordered together: the window gets larger by LAST_ROWS, and it is not
-        full before the end of the input. `is_shared` says that other workers could process the rows instead.
+        Near the end of the input the result is false, so that its last rows are ordered together. `is_shared`
+        says that several workers share the rows.
         """
         reorders = (
             self._distance is not None
@@ -651,8 +647,7 @@ class Reorderer:
     def _ordered(self, *, last: bool) -> Iterator[list[OrderedRow | PrimeTask | Outcome]]:
         """Order the rows of the window, and yield them in pieces as they may be sent.
 
-        Pieces after the first answers are ordered by the reuse distance and the output lengths that these
-        answers show.
+        Once answers have come, the order uses their cached tokens and output lengths.
         """
         window, self._window, self._window_bytes = self._window, [], 0
         if self._dedupe:
@@ -661,8 +656,7 @@ class Reorderer:
             self._find_leaders(window)
         if last and self._lengths is not None:
             _find_longest_outputs(window, self._lengths)
-        # A follower shares a prefix with its leader, and is sent only after the leader. So only leaders are
-        # sorted, and `_release` holds their followers back for the reuse distance.
+        # Only leaders are sorted. Rows that share a leader's prefix are held back until it is cached.
         leaders = [row for row in window if row.leader is None]
         if self._longest_prompt_first:
             leaders.sort(key=lambda row: -row.prompt_bytes)
@@ -672,24 +666,24 @@ class Reorderer:
             leaders.sort(key=lambda row: -row.longest_output)
         self._release.add(leaders)
         if self._distance is not None:
-            # Rows of later windows may follow these leaders. Only small rows are kept for that, so that
+            # Later rows may share the prefixes of these rows. Only small rows are kept for that, so that
             # SENT_ROWS of them fit into SENT_BYTES.
             self._sent.extend(row for row in leaders if row.memory_bytes <= SENT_BYTES // SENT_ROWS)
         while piece := self._piece(last=last):
             yield piece
 
     def _piece(self, *, last: bool) -> list[OrderedRow | PrimeTask | Outcome]:
-        """Return the next rows to send, after the tasks that prime their prefixes; empty if all rows wait."""
+        """Return the next rows to send, after tasks that compute their prefixes; empty if all rows wait."""
         rows: list[OrderedRow] = []
         primes: dict[OrderedRow, PrimeTask] = {}
         size = 0
         while len(rows) < PIECE_ROWS and size < PIECE_BYTES and (row := self._release.take(last=last)):
             rows.append(row)
             size += IDS_BYTES * row.prompt_bytes + sum(file.expected_size for file in row.request.media)
-            if not self._began:  # Priming helps only at the start, while the prefix caches are empty.
+            if not self._began:  # priming helps only at the start, while the prefix caches are empty
                 self._prime_leader_of(row, primes)
         self._began = self._began or bool(rows)
-        # Only rows in `_sent` are compared with later rows, so all other rows can drop their prompts.
+        # Later rows are compared only with rows in `_sent`, so all other rows drop their prompts.
         possible_leaders = set(self._sent)
         for row in rows:
             if row not in possible_leaders:
@@ -697,26 +691,29 @@ class Reorderer:
         return [*primes.values(), *rows]
 
     def _find_leaders(self, window: list[OrderedRow]) -> None:
-        """Find the leader of each row of the window; sent rows that are still cached may lead too."""
+        """Find for each row of the window an earlier row with the same prefix (its leader).
+
+        A sent row whose prefix is still cached may lead too.
+        """
         sent_rows = [
             row for row in self._sent if self._distance is None or self._distance.keeps(row.used_clock)
         ]
         rows = [*sent_rows, *window]
         places = find_leaders([row.prefix for row in rows], len(sent_rows))
-        # Followers are added in input order, not in sorted order. Neighbours in sorted order share a little
-        # more than the leader's prefix. If they were admitted in one pass, each of them would compute this
-        # rest.
+        # Followers are added in input order. Neighbours in sorted order share a little more than the leader's
+        # prefix. In one prefill pass, each of them would compute this rest.
         for index, place in sorted(places.items()):
-            if index < len(sent_rows):  # A row that was already sent keeps its old leader.
+            if index < len(sent_rows):  # a row that was already sent keeps its leader
                 continue
             row, leader = rows[index], rows[place.leader]
             row.leader, row.shared_bytes = leader, place.shared_bytes
             leader.followers.append(row)
-        # The followers of a row of the window are held back when that row is sent. Sent rows need it now.
+        # The followers of sent rows are held back now. Those of other rows are held back when that row is
+        # sent.
         for leader in sent_rows:
             self._release.hold_followers(leader)
         if self.caches > 1:
-            # Prefixes that many rows share are computed on every replica.
+            # A prefix that many rows share is computed on every replica.
             limit = max(1, COMMON_SHARE * len(window) / self.caches)
             common = {rows[index] for index, place in places.items() if place.group_rows > limit}
             self._find_groups(window, common)
@@ -724,29 +721,32 @@ class Reorderer:
     def _find_groups(self, window: list[OrderedRow], common: set[OrderedRow]) -> None:
         """Set the prefix group of each row in the window. All rows of a group go to one replica.
 
-        The rows in `common` share with their leader a prefix that every replica computes, so such a row need
-        not go to the leader's replica.
+        A row in `common` shares its leader's prefix with so many rows that every replica computes it. So the
+        row need not go to the leader's replica.
         """
         rows_of = Counter(_find_group(row, common) for row in window)
         for group, rows in rows_of.items():
             first = group.first
             assert isinstance(first, OrderedRow)
-            # A row that is alone in its group may go to any route. If it was sent already, a later row may
-            # still join the group, so the group stays.
+            # A row alone in its group may go to any replica. If it was already sent, later rows may still
+            # join the group, so the group stays.
             if rows == 1 and first.sent_clock == 0:
                 first.group = None
             elif group.home is None:
                 group.to_come += rows
 
     def _without_duplicates(self, window: list[OrderedRow]) -> list[OrderedRow]:
-        """Return the rows without duplicates. A duplicate is added to the first row with the same request."""
+        """Return the rows without duplicates.
+
+        A duplicate is attached to the first row with the same request, whose answer it gets.
+        """
         by_digest: dict[bytes, OrderedRow] = {}  # the first row with each request
         originals = []
         for row in window:
             original = row
             if is_repeatable(row.request):
                 original = by_digest.setdefault(self._digests.of(row.request, row.prefix), row)
-            # Equal digests may be chance, so all fields except the row's reference are compared as well.
+            # Digests may collide, so all fields except the row's reference are compared as well.
             if original is not row and original.request[1:] == row.request[1:]:
                 original.duplicates.append(row.request.ref)
             else:
@@ -756,36 +756,36 @@ class Reorderer:
     def _prime_leader_of(self, row: OrderedRow, primes: dict[OrderedRow, PrimeTask]) -> None:
         """Add a task to `primes` that computes the prompt of a row's leader before any row is sent.
 
-        This is done only if row and leader may be in the engine's first prefill pass. There they would both
-        compute the prefix that they share.
+        This is needed only if both rows would be in the engine's first prefill pass, and compute their common
+        prefix twice.
         """
         leader, distance = row.leader, self._distance
         if not leader or not distance or not distance.is_first_pass(row):
             return
-        # A request body is sent unchanged, so its output cannot be limited to one token.
+        # A request body is sent unchanged, so its output could not be limited to one token.
         if leader.request.kind == "body":
             return
         task = primes.get(leader)
         if task is None:
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
             task = PrimeTask(leader, round_, on_every_replica=self.caches == 1)
-        # A follower of another group, or of none, may go to any replica, so each of them needs the prefix.
+        # A row outside the leader's group may go to any replica, so each replica needs the prefix.
         on_every_replica = task.on_every_replica or row.group is None or row.group is not leader.group
         primes[leader] = task._replace(on_every_replica=on_every_replica)
 
 
 def _find_longest_outputs(window: Iterable[OrderedRow], lengths: OutputLengths) -> None:
-    """Estimate output lengths. A leader counts as long as its longest follower, which waits for it."""
+    """Estimate output lengths. A row counts as long as the longest of the rows that wait for its prefix."""
     for row in window:
         output = lengths.expected(row)
-        ancestor: OrderedRow | None = row  # the row, then its leader, the leader's leader and so on
+        ancestor: OrderedRow | None = row
         while ancestor is not None and ancestor.longest_output < output:
             ancestor.longest_output = output
             ancestor = ancestor.leader
 
 
 def _find_group(row: OrderedRow, common: set[OrderedRow]) -> PrefixGroup:
-    """Return the prefix group of a row, and store it in the row.
+    """Return the prefix group of a row (rows that go to one replica), and store it in the row.
 
     The group is that of the row's leader. A row without a leader begins a new group. So does a row in
     `common`, because every replica computes the prefix that it shares with its leader.

@@ -1,9 +1,10 @@
 """Multi-turn rollouts: an asynchronous function of the job sends several requests for one row.
 
-`Rollouts` takes the feeder's place, one layer above the queue. It opens as many rows as keep the queue
-filled. The requests of their functions become rows of the queue, and the answers go back to the functions.
-The functions run in separate processes. If one blocks or kills its process, its row fails. The other rows
-of the process are run again, and receive the answers that they already have.
+`Rollouts` opens as many rows as keep the queue of requests filled. Each `generate` call of a function becomes
+a request in the queue, and its answer goes back to the function.
+
+The functions run in separate processes. If one blocks or kills its process, its row fails. The other rows of
+the process are run again, and receive the answers that they already have.
 """
 
 from __future__ import annotations
@@ -66,47 +67,46 @@ CHECK_S = 0.2
 """Seconds between two checks of the processes that run rollouts. If a new rollout has sent no request by the
 next check, it is assumed to wait for something other than the engine."""
 LONG_STEP_S = 0.05
-"""Maximum seconds of a normal step, the code between two awaits. A longer step keeps the other rows of its
-process waiting."""
+"""Maximum seconds for the code of a function between two awaits (a step). A longer step keeps the other rows
+of its process waiting."""
 LONG_STEPS = 5
-"""Minimum number of long steps (see LONG_STEP_S) of a process that counts as blocked."""
+"""A process counts as blocked only if it had at least this many steps longer than LONG_STEP_S."""
 BLOCKED_SHARE = 1 / 4
-"""Minimum fraction of the checks that find a long step (see LONG_STEP_S) in a process that counts as
-blocked."""
+"""A process counts as blocked only if at least this fraction of the checks find it in a step longer than
+LONG_STEP_S."""
 LEAST_AHEAD = 8
-"""Rows are opened only while fewer requests than a threshold are queued or expected soon. The threshold is
-AHEAD_SHARE of the slots, but at least this number of requests."""
+"""New rows are opened while fewer requests than a threshold are queued or expected soon. This is the minimum
+of the threshold."""
 AHEAD_SHARE = 1 / 8
-"""Rows are opened only while fewer requests than a threshold are queued or expected soon. The threshold is
-this share of the slots, but at least LEAST_AHEAD requests."""
+"""New rows are opened while fewer requests than a threshold are queued or expected soon. The threshold is
+this fraction of the engine's slots, but at least LEAST_AHEAD."""
 MOST_OPEN = 8192
-"""Maximum number of open rows, including those that wait for tools."""
+"""Maximum number of unfinished rows, including those that wait for tools."""
 ROWS_A_PROCESS = 16
-"""Another process is started if each process has at least this many open rows."""
+"""Another process is started if each process runs at least this many rows."""
 OWN_PROCESS_SUSPICION = 2
-"""Suspicion at which a row gets a process of its own. If a process dies, the suspicion of the row whose code
-was running rises by 2. If no code was running, that of each row of the process rises by 1."""
+"""A row with this suspicion gets a process of its own. When a process dies, the row whose code was running
+gets 2 points of suspicion. If no code was running, each row of the process gets 1."""
 
 
 Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
-"""Result of a rollout function: the rows that it returns, and the error of its input row (None if it
-succeeded)."""
+"""Result of a rollout function: the rows that it returned, and an error text (None if it succeeded)."""
 
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """A rollout: a row whose function has not ended yet."""
+    """An input row whose asynchronous function is still running."""
 
     request: Request
-    """Request of the row; its prompt holds the row itself."""
+    """The base of the function's requests. Its prompt holds the input row."""
     answers: dict[TurnKey, asyncio.Future[Outcome]] = field(default_factory=dict)
-    """Answers to its requests, including answers from earlier runs of its function."""
+    """Answers to the function's requests, including those of earlier runs of the function."""
     sent_counts: Counter[str] = field(default_factory=Counter)
-    """For each request, how often the rollout function has sent it since the function last started."""
+    """For each request, how often the function has sent it since it last started."""
     last_request: str = ""
-    """The last request of its function, as JSON."""
+    """The function's last request, as JSON."""
     group: PrefixGroup | None = None
-    """Prefix group of its requests, which all go to one replica; None before the first request."""
+    """Makes all requests of the row go to one replica; None before the first request."""
     result: asyncio.Future[Result] = field(init=False)
     """Future of the function's result, created when the function starts."""
 
@@ -120,7 +120,7 @@ class RolloutProcess(HookProcess):
     """A process that runs rollouts."""
 
     def __init__(self, setup: WorkerSetup, *, is_shared: bool) -> None:
-        """Start the process, which loads the function while the run goes on."""
+        """Start the process. It loads the function in the background."""
         # The process writes its current step into memory that it shares with this process.
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP_BYTES)
@@ -129,13 +129,13 @@ class RolloutProcess(HookProcess):
             current step began, on the monotonic clock. A step is the code between two awaits."""
             super().__init__(setup, step_descriptor=memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
-        """Rollouts that run in the process, by the number under which the process knows them."""
+        """Rollouts that run in the process, by the number that both sides use for them."""
         self.is_shared = is_shared
         """Whether several rollouts may run in the process."""
         self.kill_reason: str | None = None
-        """Reason for killing the process; None if there is none."""
+        """Reason for which the process is to be killed; None if there is none."""
         self._checks = self._blocked_checks = 0
-        """Number of checks of the process, and of those that found a long step."""
+        """Number of checks, and how many of them found a long step."""
         self._long_steps = set[float]()
         """Start times of long steps. At most LONG_STEPS are kept."""
         self.is_loaded = asyncio.Event()
@@ -160,14 +160,14 @@ class RolloutProcess(HookProcess):
     def check_step(self, limit_s: float) -> None:
         """Check how long the current step of the process has been running.
 
-        Set `kill_reason` if that exceeds `limit_s`. Count a step over LONG_STEP_S as well, to find processes
-        that are often blocked.
+        If it exceeds `limit_s`, set `kill_reason`. A step is the function's code between two awaits. Steps
+        over LONG_STEP_S are counted, to find functions that often block their process.
         """
         number, since = self.step()
         step_s = time.monotonic() - since if number else 0.0
         if step_s > limit_s:
             self.kill_reason = f"took more than {limit_s:g} s between two awaits (limits.python)"
-        # If the process runs only one rollout, a long step keeps no other row waiting.
+        # With a single rollout in the process, a long step keeps no other row waiting.
         if len(self.rollouts) > 1 and self.is_loaded.is_set():
             self._checks += 1
             if step_s > LONG_STEP_S:
@@ -177,7 +177,7 @@ class RolloutProcess(HookProcess):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the code of one rollout often blocks the process, so that its other rollouts wait."""
+        """Whether the code of one row often blocks the process, so that other rows wait."""
         is_often = self._blocked_checks >= BLOCKED_SHARE * self._checks
         return is_often and len(self._long_steps) >= LONG_STEPS
 
@@ -187,18 +187,18 @@ class RolloutProcess(HookProcess):
             self._writer.write(frame(*values))
 
     async def run(self, number: int, rollout: Rollout, limit_s: float) -> Result:
-        """Run a function from its beginning; raises ProcessEndedError, and TimeoutError after `limit_s`."""
+        """Run a rollout's function from the start; raises ProcessEndedError, TimeoutError after `limit_s`."""
         rollout.sent_counts.clear()
         rollout.result = asyncio.get_running_loop().create_future()
         self.rollouts[number] = rollout
         try:
             await self.is_loaded.wait()
-            # This frame starts the function. The prompt of a rollout has a single item: the row.
+            # This message starts the function. The prompt of a rollout has a single item: the input row.
             self.send(number, None, rollout.request.prompt[0])
             async with asyncio.timeout(limit_s):
                 return await rollout.result
         except TimeoutError:
-            self.send(number, None, None)  # cancel the function in its process, where it is still running
+            self.send(number, None, None)  # cancels the function in its process
             raise
         finally:
             del self.rollouts[number]
@@ -206,7 +206,7 @@ class RolloutProcess(HookProcess):
 
 @dataclass(eq=False)
 class Rollouts:
-    """The rollouts of a run: opens rows, sends their requests, and builds outcomes from their results."""
+    """Runs the functions of a run's rows: opens rows, sends their requests, and stores their results."""
 
     job: Job
     source: RowSource
@@ -216,29 +216,29 @@ class Rollouts:
     routes: Routes
     results: ResultSink
     store: TurnStore | None
-    """Store of the answers; None if answers are not stored, because a Python program supplies the rows."""
+    """Store of the answers, for a resumed run. None if a Python program supplies the rows, because then
+    answers are not stored."""
     turns: int = 0
-    """Number of requests that were answered in this attempt."""
+    """Number of requests that were answered since the run was last started."""
 
     def __post_init__(self) -> None:
-        """Open no row yet."""
         self._group = asyncio.TaskGroup()
         self._limits = self.job.limits
         self._label = f"{ROLLOUT}: {self.functions.facts[ROLLOUT].name}"
-        # `turns` is not reserved here, so a function may return its own value of it.
+        # A function may return its own value for the column `turns`.
         self._reserved_columns = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
-        """Rollouts that have no outcome yet."""
+        """Rollouts without a result so far."""
         self._starting: set[Rollout] = set()
-        """Open rollouts that are about to send their first request."""
+        """Rollouts that are expected to send their first request soon."""
         self._processes: list[RolloutProcess] = []
         self._own_processes = asyncio.Semaphore(self.functions.most_processes)
-        """Limits the processes that each run a single rollout."""
+        """Limits the number of processes that each run a single rollout."""
         self._numbers = count(1)
         self._warned_of_block = False
 
     def state(self) -> dict[str, int]:
-        """Return the numbers of open rows, of rows that wait for tools or a blocked process, and of turns."""
+        """Count the open rows, those that wait for tools or a blocked process, and the requests (turns)."""
         # A rollout without a pending request waits for a tool, or for a rollout that blocks its process.
         idle = {rollout for rollout in self._open if rollout.has_all_answers}
         in_blocked = set[Rollout]()
@@ -253,7 +253,7 @@ class Rollouts:
         }
 
     async def run(self) -> None:
-        """Open all rows, one after the other, and answer their requests until cancelled.
+        """Run the functions of all rows, and answer their requests, until cancelled.
 
         Raises the errors of the source, HookLostError, StorageError, and CannotTokenizeError.
         """
@@ -268,14 +268,14 @@ class Rollouts:
             await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
 
     async def _open_all(self) -> None:
-        """Read the source, and start the function of each row as soon as another row may be opened."""
+        """Read the source. Start the function of each row as soon as another row may be opened."""
         batches = self.source.batches()
         while not self.backlog.is_stopping:
             batch = await asyncio.to_thread(next, batches, None)
             if batch is None:
                 return
             for item in batch:
-                if isinstance(item, Outcome):  # An Outcome comes for a row that cannot be read.
+                if isinstance(item, Outcome):  # a row that cannot be read comes as an Outcome with its error
                     await self.results.put(item)
                     continue
                 await self.backlog.wait_for_room(self._may_open)
@@ -287,14 +287,14 @@ class Rollouts:
                     self._group.create_task(self._run_rollout(rollout))
 
     def _may_open(self) -> bool:
-        """Tell whether another row may be opened: few requests are queued, or about to be."""
+        """Tell whether another row may be opened: only few requests are queued or expected soon."""
         ahead = max(LEAST_AHEAD, int(self.routes.window * AHEAD_SHARE))
         return len(self._open) < MOST_OPEN and self.backlog.ready + len(self._starting) < ahead
 
     async def _run_rollout(self, rollout: Rollout) -> None:
-        """Run the function of a row, and store what it returned. Raises StorageError."""
+        """Run the function of a row, and store its result. Raises StorageError."""
         began = time.monotonic()
-        if self.store is not None:  # Requests that an earlier start answered get the stored answers.
+        if self.store is not None:  # requests answered before a restart get the stored answers
             for key, outcome in self.store.take(rollout.request.ref).items():
                 rollout.answers[key] = asyncio.get_running_loop().create_future()
                 rollout.answers[key].set_result(outcome)
@@ -302,14 +302,14 @@ class Rollouts:
         outcome = _outcome_of(rollout, rows, error and hidden(error), time.monotonic() - began)
         await self._drop_answers(rollout, is_done=error is None)
         self._open.discard(rollout)
-        self._starting.discard(rollout)  # It is still among the starting ones if it sent no request.
+        self._starting.discard(rollout)  # it may have ended without any request
         await self.backlog.end(PendingRow(rollout.request), outcome)
         self.backlog.wake()
 
     async def _drop_answers(self, rollout: Rollout, *, is_done: bool = False) -> None:
-        """Drop the answers and pending requests of a rollout.
+        """Forget the answers and pending requests of a rollout.
 
-        If it is not done, drop its stored answers too.
+        If it is not done, delete its stored answers too.
         """
         for answer in rollout.answers.values():
             answer.cancel()
@@ -321,8 +321,9 @@ class Rollouts:
     async def _result_of(self, rollout: Rollout) -> Result:
         """Return the result of a row's function.
 
-        The function is run again if its process ends, or if a repeated run sends different requests. If the
-        row ended a process, or twice may have ended one, its function is run in a process of its own.
+        If its process ends, the function is run again. If it then sends different requests, it is run once
+        more without the old answers. A row that killed a process, or may have killed two, gets a process of
+        its own.
         """
         suspicion = 0
         while True:
@@ -338,21 +339,21 @@ class Rollouts:
                 except ProcessEndedError as failure:
                     running_number, _ = process.step()
                     is_guilty = running_number == number
-                    # Without doubt the row ended the process, so it fails. Otherwise it is tried again.
+                    # The row has certainly killed the process, so it fails. Otherwise it is tried again.
                     if has_own_process or (process.kill_reason and is_guilty):
                         return [], f"{self._label}: {failure}"
                     if is_guilty:
                         suspicion += OWN_PROCESS_SUSPICION
                     elif not running_number:
-                        # No row's code was running when the process ended, so any of its rows may have ended
-                        # it.
+                        # No row's code was running when the process ended, so each of its rows is suspected a
+                        # little.
                         suspicion += 1
                     continue
                 finally:
                     if has_own_process:
                         process.kill()
-            # If the repeated function leaves stored answers unused, it has sent other requests than before,
-            # so its result would not fit the stored answers.
+            # If the function left stored answers unused, it sent other requests than before. So its result
+            # would not fit the stored answers.
             if rollout.sent_counts.total() < len(rollout.answers):
                 log.warning(
                     "row %d: %s sent other requests when it was run again, so the row starts anew",
@@ -367,32 +368,31 @@ class Rollouts:
             return rows, error
 
     def _shared_process(self) -> RolloutProcess:
-        """Return a new process if all processes are busy and one more is allowed, else the least busy one."""
+        """Return the process with the fewest rows; a new one if all are busy and one more is allowed."""
         shared = [process for process in self._processes if process.is_shared]
-        # `all` is true if there is no process yet.
         are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
         if are_busy and len(shared) < self.functions.most_processes:
             return self._new_process(is_shared=True)
-        # A process that has not loaded the function yet is the last choice.
+        # Prefer processes that have already loaded the function.
         return min(shared, key=lambda process: (not process.is_loaded.is_set(), len(process.rollouts)))
 
     def _new_process(self, *, is_shared: bool) -> RolloutProcess:
-        """Start a process, and a job of the event loop that receives its requests and results."""
+        """Start a process, and an asyncio task that receives its requests and results."""
         process = RolloutProcess(self.functions.setup, is_shared=is_shared)
         self._processes.append(process)
         self._group.create_task(self._listen(process))
         return process
 
     async def _listen(self, process: RolloutProcess) -> None:
-        """Receive the requests and results of the rollouts of a process until it ends."""
+        """Receive the requests and results of a process until it ends."""
         reader = await process.connect()
         try:
             while True:
                 number, question, value = await read_frame(reader)
                 rollout = process.rollouts.get(number)
-                if rollout is None or rollout.result.done():  # The rollout has ended, maybe by a limit.
+                if rollout is None or rollout.result.done():  # the rollout ended, maybe by a limit
                     continue
-                if question is None:  # The function has ended, and `value` is its result.
+                if question is None:  # the function has ended, and `value` is its result
                     rollout.result.set_result(value)
                 elif rollout.sent_counts.total() < self._limits.turns:
                     self._answer_request(process, number, rollout, question=question, text=value)
@@ -400,7 +400,7 @@ class Rollouts:
                     why = f"sent more than {self._limits.turns} requests (limits.turns)"
                     rollout.result.set_result(([], f"{self._label}: {why}"))
         except EOFError:
-            process.is_shared = False  # The process has ended, so no further rollout may start in it.
+            process.is_shared = False  # no further rollout may start in the ended process
             reason = process.kill_reason or await asyncio.to_thread(process.how_it_ended)
             if process.rollouts:
                 log.warning("%s: %s", self._label, reason)
@@ -419,12 +419,12 @@ class Rollouts:
         rollout.last_request = text
         digest = xxh3_128_hexdigest(text.encode())
         rollout.sent_counts[digest] += 1
-        # Equal requests of a rollout get their stored answers in order: the second one, the second answer.
+        # If a function sends the same request twice, the second one gets the second stored answer.
         key = digest, rollout.sent_counts[digest]
         answer = rollout.answers.pop(key, None)
         if answer is None:
             answer = self._group.create_task(self._send_request(rollout, key, text))
-        # The dict keeps the order of the requests, even if their answers come from the store.
+        # The answers stay in the order of the requests, even if they come from the store.
         rollout.answers[key] = answer
 
         def send_answer(answer: asyncio.Future[Outcome]) -> None:
@@ -443,14 +443,14 @@ class Rollouts:
             return Outcome(ref=ref, completion=None, error=str(refusal), latency_s=None, attempts=0)
         if isinstance(ready, Outcome):  # the prompt cannot be tokenized, or is too long
             return ready
-        # All requests of a rollout are in one prefix group, which the first request creates.
+        # All requests of a rollout go to one replica: they are in one prefix group.
         turn = Turn(asyncio.get_running_loop().create_future(), is_first=rollout.group is None)
         answers = AnswerHistory(ready, unencoded=request)
         row = PendingRow(ready, prompt_bytes=len(text), answers=answers, turn=turn)
         if rollout.group is None:
             rollout.group = PrefixGroup(row)
         row.group = rollout.group
-        # From its first request on, the rollout counts as a queued row, and no longer as a starting one.
+        # After its first request, the rollout no longer counts as starting.
         self._starting.discard(rollout)
         self.backlog.add(row)
         self.backlog.wake()
@@ -461,9 +461,11 @@ class Rollouts:
         return outcome
 
     async def _watch(self) -> None:
-        """Kill processes whose step takes too long, and what remains of ended processes; warn of blocking.
+        """Kill processes whose code runs too long without an await, and warn of rows that block others.
 
-        A rollout whose process has loaded the function no longer counts as starting.
+        Clean up after ended processes too.
+
+        Rollouts that have sent no request for a while no longer count as starting.
         """
         limit_s = self._limits.python
         while True:
@@ -502,12 +504,11 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         problem = "n: must be 1; for several answers, await several calls with asyncio.gather"
     if problem is not None:
         raise RowRefusedError(f"generate: {problem}")
-    # Only parameters that the call gives replace those of the job.
     parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(parameters.get("json_schema"), dict):
         parameters["json_schema"] = json.dumps(parameters["json_schema"])
     job_parameters = dict(base.sampling)
-    if parameters.keys() & {*GRAMMARS}:  # A request has one grammar: that of the call replaces the job's.
+    if parameters.keys() & {*GRAMMARS}:  # a request has one grammar, and the call's replaces the job's
         for grammar in GRAMMARS:
             job_parameters.pop(grammar, None)
     job_tools, asks = base.tools or Tools(None), base.asks
@@ -525,7 +526,7 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
 
 
 def _answer_of(outcome: Outcome) -> RolloutAnswer | str:
-    """Return the answer that `generate` returns to the function, or the text of the error that it raises."""
+    """Return the answer that `generate` returns, or the text of the error that it raises."""
     answer = outcome.completion
     if answer is None or outcome.error is not None:
         return str(outcome.error)
@@ -541,13 +542,13 @@ def _answer_of(outcome: Outcome) -> RolloutAnswer | str:
 
 
 def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None, latency_s: float) -> Outcome:
-    """Return the outcome of a row; tokens and retries are summed over its answers."""
+    """Return the outcome of a row. Its tokens and retries are the sums over all its requests."""
     outcomes = [answer.result() for answer in rollout.answers.values() if answer.done()]
     completions = [outcome.completion for outcome in outcomes if outcome.completion is not None]
-    # The result has the text of the last answer, and the sums of the token counts of all answers.
+    # The row gets the text of the last answer, and the token counts of all answers.
     last = completions[-1] if completions else NO_ANSWER
     completion = last._replace(
-        # A function that returns no rows leaves the row out of the results.
+        # If a function returns no rows, the results have no line for its row.
         finish_reasons=last.finish_reasons if rows or error is not None else [LEFT_OUT],
         completion_tokens=[sum(answer.output_tokens for answer in completions)],
         prompt_tokens=sum(answer.prompt_tokens or 0 for answer in completions),
@@ -556,12 +557,12 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
         columns={
             TURNS: [len(outcomes)],
             MADE_ROWS: rows,
-            # The last request is kept for a failed row only, where it helps to find the cause.
+            # The last request is kept for failed rows only, where it helps to find the cause.
             CONVERSATION: [rollout.last_request if error is not None and rollout.last_request else None],
             ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
         },
     )
-    # The first attempt of each answer is not a retry of the row, so only the further attempts count.
+    # Only further attempts of a request count as retries of the row.
     attempts = 1 + sum(max(0, outcome.attempts - 1) for outcome in outcomes)
     return Outcome(
         ref=rollout.request.ref, completion=completion, error=error, latency_s=latency_s, attempts=attempts

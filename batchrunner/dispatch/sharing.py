@@ -1,12 +1,12 @@
-"""Division of an engine's slots among the accounts whose runs use the engine at the same time.
+"""Divides an engine's slots among accounts (owners of runs) that use the engine at the same time.
 
-No I/O, and no clock. `divide` may advance the virtual times of the accounts.
+No I/O, and no clock.
 
 Weighted fair queueing: each account has a virtual time, which is the cost of its rows divided by its share.
-Slots go to the accounts whose virtual times are behind, so the costs of accounts that always have rows to
-send grow in proportion to their shares, whatever the lengths of their prompts and answers. Equal numbers of
-slots would not be fair: a scheduler prefills before it decodes, so an account with long prompts and short
-answers could block all other accounts with its slots alone.
+Slots go to the accounts whose virtual times are lowest. So accounts that always have rows to send get work in
+proportion to their shares, whatever the lengths of their prompts and answers. Equal numbers of slots would
+not be fair. A scheduler prefills before it decodes, so an account with long prompts and short answers could
+block all others.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import NamedTuple
 from batchrunner.core.types import Completion
 
 OUTPUT_COST = 2.0
-"""Cost of an output token without its context, in prompt tokens. By the estimate `H100_8B` (in
+"""Cost of an output token without its context, as a multiple of a prompt token. By the estimate `H100_8B` (in
 engines/simulation/replica.py), a prompt token takes 29 µs. An output token takes 39 µs when 256 requests run,
 and 110 µs when 64 run."""
 CONTEXT_COST = 1 / 600
-"""Cost of reading one context token while one output token is generated, in prompt tokens. By the estimate
-that OUTPUT_COST is from, the read takes 49 ns."""
+"""Cost of reading one context token while one output token is generated, as a multiple of a prompt token. By
+the estimate `H100_8B`, the read takes 49 ns."""
 ROW_COST = 2
 """Cost of a row besides its tokens, in prompt tokens. It is small, because SGLang's HTTP process works beside
-the engine, but not 0, so that an account with refused rows does not get all slots."""
+the engine. At 0, an account whose rows are all refused would get all slots."""
 FIRST_ROW_COST = 1000.0
 """Assumed cost of a row in prompt tokens, until a row of any account has ended."""
 SHORTEST_ROW_S = 0.001
@@ -36,36 +36,35 @@ SHORTEST_ROW_S = 0.001
 ROWS_AVERAGED = 32
 """Maximum number of recent rows over which the cost of a row is averaged."""
 CATCH_UP_S = 2.0
-"""Minimum time in seconds over which accounts reach the common virtual time. Slots are divided again at each
-poll of the load. If a slot did many rows until then, an account that is behind would get all slots, would be
-far ahead at the next poll, and would then get none."""
+"""Time, in seconds, over which an account may catch up with the others. Slots are divided again at each poll
+of the load. With a shorter time, an account that is behind would get all slots until the next poll. It would
+then be far ahead, and get none."""
 BISECTIONS = 50
-"""Number of halvings in the search for the virtual time up to which accounts get slots."""
+"""Number of steps of the bisection that finds how many slots each account gets."""
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """An owner of runs, with the cost of its rows. The runs of an account share its slots, oldest first."""
+    """An owner of runs, with the cost of its rows. Its runs share its slots, the oldest run first."""
 
     share: float = 1.0
     """Weight of the account. Accounts with rows to send share the engine in proportion to their weights."""
     most_tokens: int | None = None
-    """Value of `tokens` from which on no row is sent; None if there is no limit."""
+    """No row is sent once `tokens` reaches this number; None if there is no limit."""
     tokens: int = 0
     """Prompt and output tokens of the ended rows. A program that sets `most_tokens` may reset this count."""
     cost: float = 0.0
-    """Cost of the ended rows, in prompt tokens. It also grows while the account needs less than its share, so
-    that an account cannot save up time of the engine."""
+    """Cost of the ended rows, in prompt tokens. It also grows while the account uses less than its share, so
+    that unused time cannot be saved up."""
     rows_averaged: int = 0
-    """Number of ended rows of which `row_cost` is the mean, at most ROWS_AVERAGED. It is ROWS_AVERAGED if
-    `row_cost` was copied from other accounts, and 0 if no cost is known yet."""
+    """Number of ended rows over which `row_cost` is averaged, at most ROWS_AVERAGED. It is 0 if no cost is
+    known yet, and ROWS_AVERAGED if `row_cost` was copied from other accounts."""
     row_cost: float = FIRST_ROW_COST
     """Mean cost of a recent row, in prompt tokens."""
     row_s: float = CATCH_UP_S
     """Mean time in seconds for which a recent row held its slot."""
     prompt_tokens: float = 0.0
-    """Mean number of prompt tokens per row of the account's newest run, as estimated before rows of the run
-    end."""
+    """Estimated mean number of prompt tokens per row of the account's newest run."""
 
     @property
     def is_paused(self) -> bool:
@@ -79,11 +78,11 @@ class Account:
 
     @property
     def slot_cost(self) -> float:
-        """Mean cost of the rows that one slot completes in CATCH_UP_S; at least the cost of one row."""
+        """Expected cost of the rows that one slot completes in CATCH_UP_S; at least the cost of one row."""
         return self.row_cost * max(1.0, CATCH_UP_S / max(self.row_s, SHORTEST_ROW_S))
 
     def add(self, answer: Completion | None, seconds: float) -> None:
-        """Count a row that has ended after some `seconds`; `answer` is None if the server refused the row."""
+        """Count a row that ended after `seconds`; `answer` is None if the server refused the row."""
         cost: float = ROW_COST
         if answer is not None:
             prompt, output = answer.prompt_tokens or 0, answer.output_tokens
@@ -115,14 +114,13 @@ class Account:
         self.cost = max(self.cost, time * self.share)
 
     def begin_beside(self, in_flight: Mapping[Account, int]) -> None:
-        """Raise the virtual time to that of the other accounts, so that this account starts level with them.
+        """Raise the virtual time to that of the other accounts, so that all start level.
 
-        `in_flight` has the number of rows in flight of each other account. These rows count as ended if their
-        cost is known. Until rows of this account have ended, a row is assumed to last and to cost as much as
-        a row of the other accounts, or to cost as much as the prompts of this account if that is more. A
-        wrong assumption would give this account far too many or too few slots.
+        `in_flight` is the number of rows in flight of each other account. These rows count as ended if their
+        cost is known. Until rows of this account have ended, it takes the time and the cost of a row from the
+        other accounts. If its prompts are longer than that cost, their length is the cost.
         """
-        known = [other for other in in_flight if other.rows_averaged]  # accounts whose row cost is known
+        known = [other for other in in_flight if other.rows_averaged]
         if known and not self.rows_averaged:
             mean_cost = math.fsum(other.row_cost for other in known) / len(known)
             self.row_cost, self.rows_averaged = max(mean_cost, self.prompt_tokens), ROWS_AVERAGED
@@ -135,12 +133,12 @@ class Account:
         self.advance_to(min(times))
 
     def slots_until(self, time: float) -> float:
-        """Return the number of slots, on all routes, that bring the account to a virtual time."""
+        """Return how many slots, over all servers, would raise the account's virtual time to `time`."""
         return max(0.0, (time * self.share - self.cost) / self.slot_cost)
 
 
 class Claim(NamedTuple):
-    """The need of one run for slots on a route."""
+    """What one run needs of a server's slots."""
 
     account: Account
     in_flight: int
@@ -157,12 +155,11 @@ class Claim(NamedTuple):
 
 
 def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]:
-    """Divide the slots of a route among runs; the claim of the oldest run comes first.
+    """Divide a server's slots among runs; the claim of the oldest run comes first.
 
-    The accounts have slots on a number of `routes`, all of which bring them to the same virtual time.
-
-    Each account gets slots up to a common virtual time, but no more than its runs want, and the runs of an
-    account get them in order of age. Slots that no run wants go to the oldest run that may send rows.
+    Each account gets slots until its virtual time would reach a common value, but no more than its runs can
+    use. The runs of an account get its slots in order of age. Slots that no run wants go to the oldest run
+    that may send rows. The accounts have slots on `routes` servers in all.
     """
     wanted, backlog = defaultdict[Account, int](int), defaultdict[Account, int](int)
     for claim in claims:
@@ -170,8 +167,8 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
         backlog[claim.account] += claim.in_flight + claim.unsent
     remaining = _slots_of_accounts(slots, wanted, routes)
     limited = [account for account in wanted if remaining[account] < wanted[account]]
-    # An account that needs less than its share falls behind in virtual time. It must not save up this time,
-    # so it is advanced to the earliest of the accounts that need more.
+    # An account that uses less than its share falls behind in virtual time. It must not save up this time, so
+    # its virtual time is raised to the lowest one of the accounts that need more.
     if limited:
         earliest = min(account.time for account in limited)
         for account in wanted:
@@ -182,7 +179,7 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
     for claim in claims:
         part = min(claim.wanted, remaining[claim.account])
         remaining[claim.account] -= part
-        # The first claim is that of the oldest run, so this run gets all unused slots if it may send rows.
+        # The first claim is the oldest run's. It gets all unused slots if it may send rows.
         if unused and not claim.account.is_paused:
             part, unused = part + unused, 0
         parts.append(part)
@@ -190,11 +187,10 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
 
 
 def _slots_of_accounts(slots: int, wanted: dict[Account, int], routes: int) -> dict[Account, int]:
-    """Divide the slots of a route among the accounts by their virtual times; return the number of each.
+    """Divide a server's slots among the accounts by their virtual times.
 
-    If there are enough slots, each account gets all that it wants. Otherwise each gets slots up to a common
-    virtual time. An account has slots on `routes` routes, so this route has only a part of those that bring
-    it to that time.
+    If there are enough slots, each account gets all that it wants. Otherwise each gets slots until its
+    virtual time would reach a common value. This server provides one of `routes` equal parts of them.
     """
     if sum(wanted.values()) <= slots:
         return {**wanted}
@@ -202,7 +198,7 @@ def _slots_of_accounts(slots: int, wanted: dict[Account, int], routes: int) -> d
     def slots_until(time: float) -> dict[Account, float]:
         return {account: min(most, account.slots_until(time) / routes) for account, most in wanted.items()}
 
-    # Find the virtual time up to which the slots are enough for all accounts, by bisection.
+    # Find, by bisection, the highest common virtual time for which the slots suffice.
     too_early = min(account.time for account in wanted)
     too_late = max(account.time + slots * routes * account.slot_cost / account.share for account in wanted)
     for _ in range(BISECTIONS):
@@ -213,7 +209,7 @@ def _slots_of_accounts(slots: int, wanted: dict[Account, int], routes: int) -> d
             too_late = middle
     exact = slots_until(too_late)
     whole = {account: math.floor(number) for account, number in exact.items()}
-    # The slots that rounding leaves go to the accounts that lost most by it.
+    # Slots left over by rounding go to the accounts that lost most by it.
     by_loss = sorted(exact, key=lambda account: whole[account] - exact[account])
     unused = slots - sum(whole.values())
     for account in by_loss:

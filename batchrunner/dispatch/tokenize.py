@@ -41,23 +41,23 @@ ATTEMPTS = 7
 """Maximum number of requests to the engine for the tokens of one prompt. The pauses between the requests last
 16 s in all."""
 CHARACTERS_COMPARED = 65_536
-"""Number of characters from which on a prompt's tokens are not compared with the engine's. The engine would
-return the tokens as long JSON, and shorter prompts show a difference as well."""
+"""Prompts with at least this many characters are not compared with the engine's tokens, which come as long
+JSON. Shorter prompts show a difference as well."""
 PROBE = (
     "  Zürich, naïve Ελληνικά РУССКИЙ 日本語テスト 한국어 עברית العربية हिन्दी ไทย"
     " 👩\u200d👩\u200d👧 🇨🇭 e\u0301 \ufb01 \u00a0\u200b\ufeff … “quotes” --- ___ \\u0041 &amp; %20"
     "\t1234567890 3.14159\n\n    def f(x):\r\n\treturn {'a': x**2}  # it's WE'LL don't\n"
     "<s></s><|endoftext|><|im_end|>[INST]<bos></think> "
 )
-"""A text that tokenizers split differently: scripts, spaces, digits, code, special tokens, Unicode normal
-forms."""
+"""A text on which tokenizers are likely to differ: scripts, spaces, digits, code, special tokens, Unicode
+normal forms."""
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 """Sampling parameters that SGLang's chat endpoint takes from generation_config.json
 (`get_default_sampling_params`)."""
 
 
 def _field_needing_client(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
-    """Return the field of the job for which the client must tokenize; None if the engine may do it."""
+    """Return the job field that requires tokenization by the client; None if the engine may tokenize."""
     if job.tokenize == "client":
         return "tokenize"
     if job.prompt.truncate is not None:
@@ -96,7 +96,7 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
 
 
 def _usable_tokenizer(job: Job, info: EngineInfo, kind: PromptKind) -> TokenizerInfo:
-    """Return the engine's tokenizer; raises CannotTokenizeError if only the engine can use it."""
+    """Return the engine's tokenizer; raises CannotTokenizeError if the client cannot use it."""
     tokenizer = info.tokenizing
     if tokenizer is None:
         raise CannotTokenizeError("the engine reports no tokenizer")
@@ -128,7 +128,7 @@ def _why_server_chat(job: Job, tokenizer: TokenizerInfo) -> str | None:
 def _chat_sampling(tokenizer: TokenizerInfo) -> dict[str, Any]:
     """Return the sampling parameters that the chat endpoint adds.
 
-    They leave the output unlimited, and have the defaults of the model.
+    They are the model's defaults, and no limit of the output length.
     """
     config = read_json(Path(tokenizer.model) / "generation_config.json") if tokenizer.model_sampling else {}
     defaults = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
@@ -170,8 +170,8 @@ async def engine_tokens(
 ) -> list[int] | RowRefusedError:
     """Ask the engine for the tokens of a prompt; raises CannotTokenizeError if it does not return them.
 
-    Return the engine's error if it refuses the prompt. With `special` the tokens include those that begin and
-    end a prompt.
+    If the engine refuses the prompt, return its error. With `special`, the tokens include the special tokens
+    at the beginning and end of a prompt.
     """
 
     def is_transient(failure: BaseException) -> bool:
@@ -200,7 +200,7 @@ SIMULATED_TOKEN = 4
 
 
 class RowTokenizer:
-    """Prepares requests: reads their files, and tokenizes prompts, labels and choices where needed."""
+    """Makes requests ready to send: reads their media files, and tokenizes prompts, labels and choices."""
 
     def __init__(
         self,
@@ -227,12 +227,12 @@ class RowTokenizer:
         self._encoders: dict[PromptKind, Encoder | None] = {}
         """Encoders by kind of prompt; None for kinds that the engine tokenizes."""
         self._compared: set[PromptKind] = set()
-        """Kinds of prompts of which the client's tokens were compared with the engine's."""
+        """Kinds of prompts for which the client's tokens were already compared with the engine's."""
         if kind is not None and not isinstance(self._task, RerankTask):
             self._choose_place(kind)
 
     async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests, ready to be sent; an Outcome replaces a request that cannot be sent.
+        """Return the requests, ready to send; an error (Outcome) replaces a request that cannot be sent.
 
         Raises HookLostError; the first call may raise JobError and CannotTokenizeError.
         """
@@ -247,7 +247,7 @@ class RowTokenizer:
         return await _replaced(items, readable, self._tokenize)
 
     async def _with_files(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return requests with their prepared files, or the errors of their rows."""
+        """Return the requests with prepared media files; an error replaces a request whose files fail."""
         assert self._functions is not None
         rows = [(request.media,) for request in requests]
         results = await asyncio.to_thread(self._functions.call_many, MEDIA, rows)
@@ -255,7 +255,8 @@ class RowTokenizer:
             raise asyncio.CancelledError
         items: list[Request | Outcome] = []
         for request, result in zip(requests, results, strict=True):
-            # A result without an error may still be the text of an error, in place of the prepared files.
+            # Without an error, `value` is either the prepared files or, as a text, the reason why there are
+            # none.
             error = result.error if result.error is not None else result.value
             if isinstance(error, str):
                 items.append(
@@ -271,13 +272,13 @@ class RowTokenizer:
         return items
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenize requests whose media files are prepared, in the way that the job's task needs."""
+        """Tokenize requests as the job's task needs it. Their media files are ready."""
         # The engine tokenizes the query and the document together, as a pair.
         if isinstance(self._task, RerankTask):
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
-        # The token ids of the labels are found once, with requests that are copied from the first one.
+        # The token ids of the labels are looked up once, with copies of the first request.
         has_vocabulary = not self._info.simulated
         if isinstance(self._task, ScoreTask) and requests and has_vocabulary and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])
@@ -287,7 +288,7 @@ class RowTokenizer:
         return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in items]
 
     async def _prompts(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenize the prompts, those of each kind with the encoder of that kind."""
+        """Tokenize the prompts. Each kind of prompt (such as text or messages) has its own encoder."""
         items: list[Request | Outcome] = [*requests]
         for kind in {request.kind for request in requests}:
             indexes = [index for index, request in enumerate(requests) if request.kind == kind]
@@ -299,7 +300,7 @@ class RowTokenizer:
 
         Raises CannotTokenizeError if the client must tokenize the prompts but cannot do so.
         """
-        self._encoders[kind] = None  # The engine tokenizes, unless an encoder can be made.
+        self._encoders[kind] = None
         may_help = self._job.tokenize == "auto" and kind != "input_ids" and not self._info.simulated
         if may_help or _field_needing_client(self._job, kind, self._info) is not None:
             try:
@@ -310,7 +311,7 @@ class RowTokenizer:
     async def _encode(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenize requests of one kind in a thread; return them unchanged if the engine tokenizes them."""
         kind = requests[0].kind
-        # The first batch of a kind chooses who tokenizes prompts of this kind. Other batches wait for that.
+        # The first batch decides whether client or engine tokenizes this kind of prompt. Other batches wait.
         async with self._choosing:
             if kind not in self._encoders:
                 self._choose_place(kind)
@@ -325,13 +326,13 @@ class RowTokenizer:
     async def _compare(self, kind: PromptKind, encoder: Encoder, requests: Sequence[Request]) -> None:
         """Compare the client's tokens of the first rows, and of a test text, with the engine's.
 
-        If they differ, or cannot be compared, leave the tokenization of this kind to the engine.
+        If they differ, or cannot be compared, the engine tokenizes all prompts of this kind.
         """
         encodable = [request for request in requests if encoder.can_encode(request)]
         if not encodable:
             return
         self._compared.add(kind)
-        if kind != "input_ids":  # Prompts of token ids need no tokenization, so there is nothing to compare.
+        if kind != "input_ids":
             try:
                 prompts = await _compare_tokens(self._engine, encoder, encodable)
             except CannotTokenizeError as why:
@@ -358,8 +359,7 @@ class RowTokenizer:
         """Return the requests with the token ids of their prompts and choices."""
         if self._info.simulated:
             return [_simulated(request) for request in requests]
-        # The texts of all rows are tokenized together: for each row its prompt, then the prompt with each
-        # choice.
+        # Tokenize the texts of all rows at once: for each row the prompt, then the prompt with each choice.
         texts = [
             request._replace(prompt=request.prompt + choice, items=())
             for request in requests
@@ -375,7 +375,7 @@ class RowTokenizer:
         return items
 
     async def _ids_of_text(self, item: Request | Outcome) -> list[int] | str:
-        """Return the token ids of a choice of `prompt.choices`, or the reason why the text has none."""
+        """Return the token ids of a choice of `prompt.choices`, or why it cannot be tokenized."""
         if isinstance(item, Outcome):
             return item.error or ""
         if item.kind == "input_ids":
@@ -442,9 +442,9 @@ async def _replaced(
 def _split_choices(request: Request, token_ids: Sequence[list[int] | str]) -> Request | Outcome:
     """Split tokenized texts (the prompt, then the prompt with each choice) into a prompt and choices.
 
-    The new prompt has the tokens with which all these texts begin, and each choice has its other tokens. A
-    tokenizer may merge the end of the prompt and the beginning of a choice into one token. This token belongs
-    to the choice, and all other choices then begin at the same place, so that they can be compared.
+    The new prompt is the longest common prefix of all these token lists. Each choice gets the tokens after
+    it. If a tokenizer merges the end of the prompt and the start of a choice into one token, that token is no
+    longer common. It belongs to the choice, and all other choices start at the same position.
     """
     error = next((ids for ids in token_ids if isinstance(ids, str)), None)
     encoded = [ids for ids in token_ids if not isinstance(ids, str)]
@@ -464,7 +464,7 @@ def _split_choices(request: Request, token_ids: Sequence[list[int] | str]) -> Re
 
 
 def _simulated(request: Request) -> Request:
-    """Return a request with made-up token ids for its choices; a longer choice gets more of them."""
+    """Return a request with invented token ids for the simulated engine. Longer choices get more of them."""
     return request._replace(
         item_ids=tuple([0] * (len(item) // SIMULATED_TOKEN + 1) for item in request.items)
     )

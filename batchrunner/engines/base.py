@@ -21,10 +21,10 @@ class Engine(Protocol):
         """Make the engine ready for requests, and describe it; raises EngineStartError with a hint."""
 
     async def generate(self, request: Request, route: str) -> Completion:
-        """Send a request once, on one of the routes of `EngineInfo`, and return the complete answer.
+        """Send a request once, to the replica or gateway behind `route`, and return the complete answer.
 
-        Raises RowRefusedError, AttemptFailedError or EngineBusyError, and EngineLostError if no server
-        remains.
+        The routes are in `EngineInfo`. Raises RowRefusedError, AttemptFailedError or EngineBusyError, and
+        EngineLostError if no server remains.
         """
 
     async def generate_many(
@@ -36,10 +36,9 @@ class Engine(Protocol):
         """Send several requests as a bundle, each once, and return when all answers have arrived.
 
         Each request has token ids and asks for one completion. `ended` is called with the answer or error of
-        each request as soon as it is known. If the method returns, the caller sends again, in smaller
-        bundles, the requests for which `ended` was not called. If it raises, none of these requests has an
-        answer: BundleRefusedError means that the engine refused the whole bundle, and any other error is one
-        that `generate` raises.
+        each request as soon as it is known. The caller sends a request again, in a smaller bundle, if `ended`
+        was not called for it. If the method raises, no request has an answer: BundleRefusedError means that
+        the engine refused the whole bundle; all other errors are those of `generate`.
         """
         raise BundleRefusedError("the engine accepts only one row in a request")
 
@@ -121,7 +120,7 @@ class ObservedEngine(ABC):
         await self._engine.generate_many(requests, route, observe_and_pass_on)
 
     def _now(self) -> float:
-        """Return the present time. The first call also records the time as that of the first request."""
+        """Return the time; the first call also stores it as `first_sent_at`."""
         now = time.monotonic()
         self.first_sent_at = self.first_sent_at or now
         return now

@@ -1,8 +1,8 @@
 """Hang detection: a server hangs if it makes no progress for longer than its rows can explain.
 
 Progress is a forward pass or an answer. A reply to a poll is not progress, because SGLang's HTTP process
-keeps reporting the last load of a scheduler that stands still. A silence (a time without progress) is a hang
-if it is longer than a multiple of the server's longest silence so far, and longer than `limits.hang`. A
+keeps reporting the last load of a scheduler that stands still. A silence is a time without progress. It is a
+hang if it is longer than `limits.hang`, and longer than a multiple of the server's longest silence so far. A
 server that was just started may be silent for several times as long, because kernels are compiled when they
 are first needed.
 
@@ -19,14 +19,14 @@ from typing import NamedTuple
 from batchrunner.core.engine_info import SchedulerLoad
 
 TIMES_LONGEST = 5.0
-"""A silence counts as a hang only if it lasts this many times as long as the longest earlier silence that
+"""Factor: a time without progress is a hang only if it exceeds this multiple of the longest earlier one that
 ended by itself."""
 WARM_UP = 5.0
-"""`limits.hang` applies only once a server has worked for this multiple of it. Until then, only a silence
-longer than the multiple is a hang: 300 s by default, the same as SGLang's watchdog."""
+"""A new server warms up until it has worked for this multiple of `limits.hang` (300 s by default, like
+SGLang's watchdog). Until then, only a longer time without progress is a hang."""
 LONGEST_GAP_S = 5.0
-"""Maximum seconds between two polls that count as silence. If the polls were further apart, nobody knows what
-the server did in between."""
+"""Maximum seconds between two polls that count as silence. Nobody knows what the server did in a longer
+gap."""
 
 
 class Hang(NamedTuple):
@@ -35,14 +35,14 @@ class Hang(NamedTuple):
     silent_s: float
     """Seconds without progress."""
     why: str
-    """Clause that follows the server's name in messages."""
+    """Reason, in words that follow the server's name in a message."""
 
 
 class SilenceTimer:
     """Measures how long a server, or one of its schedulers, has been silent while it had work."""
 
     def __init__(self, least_s: float) -> None:
-        """Start without history. A silence shorter than `least_s` seconds (`limits.hang`) is never a hang."""
+        """Start without history. A silence of up to `least_s` seconds (`limits.hang`) is never a hang."""
         self._least_s = least_s
         self._progress: object = None
         self._polled_at: float | None = None
@@ -100,7 +100,7 @@ class HangDetector:
 
         `loads` is empty if the poll failed. `in_flight` is the number of requests that the server may have,
         `answers` the number of answers so far. A server that has never reported a load is not judged, because
-        it may be busy with long rows. After a hang the server counts as new.
+        it may be busy with long rows. After a hang, the server's history starts anew.
         """
         progress = progress_of(loads)
         self._progress |= progress
@@ -126,11 +126,11 @@ class HangDetector:
 
 
 def progress_of(loads: Iterable[SchedulerLoad]) -> dict[str, object]:
-    """Return, by the scheduler's name, the values of each load that only a forward pass changes.
+    """Return, for each scheduler, the values of its load that only a forward pass changes.
 
-    Left out are the length of the queue, which arriving requests change too, and the time of the load sample.
-    Of a gateway's worker, only the tokens are reported. The other values are estimates from the rows in
-    flight, so they are left out too.
+    The queue length is left out, because arriving requests change it too; so is the time of the load sample.
+    A gateway reports only the tokens of its workers; the other values are estimates from the rows in flight,
+    and are left out.
     """
     progress: dict[str, object] = {}
     for load in loads:

@@ -27,8 +27,8 @@ from batchrunner.sglang.model_files import model_identity, read_config, takes_me
 
 log = logging.getLogger(__name__)
 UNLIMITED_THINKING = 1 << 20
-"""Budget of thinking tokens that a server sets for all rows, if the budgets of a job come from a column. It
-is so large that only the rows' own budgets have an effect."""
+"""Budget of thinking tokens that a server applies to all rows, if a column of the input has a budget for each
+row. It is too large to have an effect of its own."""
 
 
 async def make_engine(
@@ -41,10 +41,11 @@ async def make_engine(
 ) -> Engine:
     """Return the engine that `spec` describes, not yet open.
 
-    Launched servers log to `log_dir`, and load the model for `task`. Attached servers must already serve such
-    a model. With the `shape` of a job, the flags of launched servers are tuned during the run, and remembered
-    for later jobs of this shape. A gateway is asked for its workers, because their addresses decide whether
-    rows go through the gateway. Raises EngineStartError if the engine cannot be used for the job.
+    Launched servers log to `log_dir`, and load the model for `task`. Servers that already run must serve such
+    a model. `shape` is a digest of the job: with it, the flags of launched servers are tuned during the run,
+    and remembered for later jobs with the same digest. A gateway is asked for its workers, because their
+    addresses decide whether rows go through the gateway. Raises EngineStartError if the engine cannot be used
+    for the job.
     """
     spec = for_task(spec, task)
     match spec:
@@ -54,7 +55,7 @@ async def make_engine(
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
             if task == GENERATE:
-                # The call takes a thread, because it starts an interpreter to ask for SGLang's version.
+                # The call starts an interpreter to ask for SGLang's version, so it runs in a thread.
                 spec = await asyncio.to_thread(bound_blanks, spec)
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():
@@ -66,10 +67,10 @@ async def make_engine(
 
 
 async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpec, task: TaskName) -> Engine:
-    """Return the engine of servers that already run, to which rows go directly or through a gateway."""
+    """Return the engine of servers that already run, reached directly or through a gateway."""
     api_key = _read_key(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    # The URL of a single server may turn out to be a gateway's.
+    # The only URL may turn out to be that of a gateway.
     if isinstance(spec, AttachEngine) and len(spec.urls) == 1 and await is_gateway(spec.urls[0], headers):
         log.info("%s is a Model Gateway: it is used as `engine: {kind: gateway}`", spec.urls[0])
         fields = spec.model_dump(exclude={"kind", "urls"})
@@ -80,7 +81,7 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
 
     why = await _reason_for_gateway(spec, headers)
     if why is None:
-        # All workers can be reached from here, or the job says so. So rows go to them directly.
+        # All workers can be reached directly, or the job says so.
         return _direct_servers((), gateway=spec.url, background=spec.background, options=options)
     if spec.background:
         raise EngineStartError(
@@ -99,7 +100,7 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
 def _direct_servers(
     urls: Sequence[str], *, gateway: str | None, background: bool, options: dict[str, Any]
 ) -> Engine:
-    """Return the engine of servers that get the rows directly: `urls`, or the workers of a `gateway`."""
+    """Return the engine that sends rows directly to servers: `urls`, or the workers of a `gateway`."""
     if background:
         from batchrunner.engines.http.background import BackgroundServers  # noqa: PLC0415
 
@@ -112,7 +113,7 @@ def _direct_servers(
 async def _reason_for_gateway(spec: GatewayEngine, headers: Mapping[str, str]) -> str | None:
     """Return why rows must go through the gateway; None if they go to its workers directly.
 
-    `headers` has the API key. The headers of the job's own `engine.headers` are sent too.
+    `headers` has the API key. The job's own `engine.headers` are sent too.
     """
     if spec.route == "workers":
         return None
@@ -126,8 +127,8 @@ async def _reason_for_gateway(spec: GatewayEngine, headers: Mapping[str, str]) -
 def engine_of(job: Job) -> EngineSpec:
     """Return the engine of a job, with the arguments that launched servers need to limit thinking.
 
-    They are added if the job sets `sampling.max_thinking_tokens`. The job's own arguments take precedence.
-    Raises EngineStartError on a CPU, where SGLang cannot limit thinking.
+    These arguments are added only if the job sets `sampling.max_thinking_tokens`. The job's own arguments
+    take precedence. Raises EngineStartError on a CPU, where SGLang cannot limit thinking.
     """
     spec, budget = job.engine, job.sampling.max_thinking_tokens
     if budget is None or not isinstance(spec, ServerEngine):
@@ -141,7 +142,8 @@ def engine_of(job: Job) -> EngineSpec:
         )
     args = {PARSER: "auto", STRICT_THINKING: True} | spec.args
     env = spec.env
-    # Some parsers ignore the budgets of single rows, but obey a budget for all rows in the environment.
+    # Some parsers ignore the budgets of single rows, but apply a budget for all rows that an environment
+    # variable sets.
     if args[PARSER] not in BUDGET_PARSERS:
         limit = budget if isinstance(budget, int) else UNLIMITED_THINKING
         env = {THINK_LIMIT: str(limit)} | env
@@ -177,7 +179,7 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
 def bound_blanks(spec: ServerEngine) -> ServerEngine:
     """Return an engine whose servers limit the blanks in JSON that follows a schema.
 
-    Without a limit, a model may write blanks up to `max_new_tokens`. A limit that the job sets takes
+    Without a limit, a model may write blanks until `max_new_tokens`. A limit that the job sets takes
     precedence.
     """
     # Versions of SGLang before 0.5.23 may lack the flag.

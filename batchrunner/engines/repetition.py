@@ -2,7 +2,7 @@
 
 A model that falls into a loop writes the same characters again and again until `max_new_tokens`. A text
 repeats itself if its end is periodic: each character equals the character one period before it. Tables, logs
-and poems repeat characters too, so the periodic end must be long, in characters and in periods.
+and poems repeat characters too. So the periodic end counts only if it is long, in characters and in periods.
 docs/benchmarks.md has the rate of false alarms.
 """
 
@@ -15,10 +15,10 @@ LEAST_CHARACTERS = 2048
 LEAST_PERIODS = 6
 """Minimum number of periods in the periodic end of a text, the first period included."""
 LONGEST_PERIOD = 2048
-"""Maximum number of characters in a period that is searched for."""
+"""Maximum length of a period in characters. Longer ones are not searched for."""
 REPEATED_CHARACTERS = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
-"""Number of characters at the end of a text that must also occur one period earlier: all of the shortest
-repetition except its first period, which has no copy before it."""
+"""Number of characters at the end of a text that must also occur one period earlier: the shortest repetition
+without its first period."""
 WINDOW = LONGEST_PERIOD * LEAST_PERIODS
 """Number of characters at the end of a text that are examined."""
 LEAST_IN_PROMPT = 64
@@ -36,12 +36,12 @@ class Repetition(NamedTuple):
 
     @property
     def first_end(self) -> int:
-        """Number of characters up to the end of the first period. The rest of the text only repeats it."""
+        """Index at which the first period ends. The rest of the text only repeats this period."""
         return self.start + self.period
 
 
 def find_repetition(text: str) -> Repetition | None:
-    """Return the periodic end of a text; None if there is none, or it is still too short.
+    """Return the periodic end of a text; None if there is none, or if it is too short.
 
     The period is the distance from the last REPEATED_CHARACTERS of the text to their previous occurrence.
     """
@@ -62,7 +62,7 @@ def find_repetition(text: str) -> Repetition | None:
 
 
 def _distance_to_repeat(text: str, length: int) -> int | None:
-    """Return the distance in characters from the last `length` characters to their previous occurrence.
+    """Return how many characters before the last `length` characters their previous occurrence is.
 
     Return None if they occur nowhere else. The reversed text is searched forwards, because CPython's `find`
     takes linear time (two-way search), while its `rfind` compares anew at each position.
@@ -73,12 +73,12 @@ def _distance_to_repeat(text: str, length: int) -> int | None:
 
 
 def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) -> bool:
-    """Tell whether the repetition at the end of an output is also in the prompt, which may have asked for it.
+    """Tell whether the repetition at the end of an output is also in the prompt.
 
-    Prompt and output must both be texts, or both be token ids.
+    If so, the prompt may have asked for it. Prompt and output must both be texts, or both be token ids.
     """
     prompt_text, output_text = _as_text(prompt), _as_text(output)
-    # In a periodic text, the last characters also occur one period earlier.
+    # The last characters of a periodic text also occur one period earlier.
     period = _distance_to_repeat(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
     if not period:
         return False
@@ -88,5 +88,5 @@ def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) 
 
 
 def _as_text(sequence: str | Sequence[int]) -> str:
-    """Return token ids as characters, because substrings of texts are found fast."""
+    """Return token ids as a text, because substrings of texts are found fast."""
     return sequence if isinstance(sequence, str) else "".join(map(chr, sequence))

@@ -1,4 +1,4 @@
-"""Checks of a request's fields as SGLang 0.5.23 makes them, for the simulated engine.
+"""Checks the fields of a request like SGLang 0.5.23, for the simulated engine.
 
 The classes below have only the fields whose values SGLang restricts.
 """
@@ -57,7 +57,7 @@ class _Format(BaseModel):
 
 
 class _Generating(SamplingSpec, extra="ignore"):
-    """The sampling parameters of a job, with the names and types that they have in OpenAI's endpoints."""
+    """Sampling parameters with the names and types of OpenAI's endpoints."""
 
     min_new_tokens: Annotated[int, Field(ge=0, alias="min_tokens")] = 0
     frequency_penalty: _Penalty = 0
@@ -135,6 +135,6 @@ def refuse_invalid(request: Request) -> None:
         else:
             validated(SamplingSpec, request.sampling, "400")
     except (JobError, ValueError) as failure:
-        # The message was written for job files. Requests have no columns, so that hint is removed.
+        # The message is written for job files. It suggests `{column: NAME}`, which a request cannot have.
         problem: str = getattr(failure, "message", str(failure))
         raise RowRefusedError(problem.replace(", or should be {column: NAME}", "")) from None

@@ -66,30 +66,30 @@ _WORDS = (
 )
 _VOCABULARY = _WORDS.split()
 
-# Benchmarks request a million answers, so each answer may take a few microseconds only. That is why lengths
-# and words come from tables.
+# A benchmark requests a million answers, so making up one may take only a few microseconds. Lengths and words
+# therefore come from tables.
 _QUANTILES = 1024
 _LENGTHS = [
     round(150 * math.exp(NormalDist(0, 0.8).inv_cdf((i + 0.5) / _QUANTILES))) for i in range(_QUANTILES)
 ]
-"""Quantiles of the number of output tokens, which has a log-normal distribution. The median is 150 tokens,
-and one answer in ten has at least 418."""
+"""Quantiles of the number of output tokens (log-normal; median 150; one answer in ten has 418 or more)."""
 _TAPE_STARTS = 4096
 _TAPE = [_VOCABULARY[crc32(b"%d" % i) % len(_VOCABULARY)] for i in range(_TAPE_STARTS + LONGEST_TEXT_WORDS)]
-"""Random words. A text consists of consecutive words of this list, from one of the first _TAPE_STARTS on."""
+"""Random words. The text of an answer is a slice of this list, which begins at one of the first _TAPE_STARTS
+words."""
 
 
 def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Completion:
     """Make up the completion of a request. Equal prompts and seeds have equal completions in any process.
 
-    Prompt and output together have at most `limit_tokens` tokens, so a longer output is truncated (finish
-    reason `length`). The vectors of an embedding task have `dimensions` numbers. Raises RowRefusedError, with
+    Prompt and output together have at most `limit_tokens` tokens; a longer output is truncated (finish reason
+    `length`). The vectors of an embedding task have `dimensions` numbers. Raises RowRefusedError, with
     SGLang's message, if the prompt leaves no token for an output.
     """
     if isinstance(request.prompt, RequestBody):
         try:
             return _answer_body(request.prompt, request.ref, limit_tokens, dimensions)
-        # A field of the body with a value of the wrong type or form raises any of these errors.
+        # These errors are raised for a field of the body with a value of the wrong type or form.
         except (TypeError, ValueError, LookupError, AttributeError) as failure:
             raise RowRefusedError(f"400: {failure}") from None
     prompt_tokens = count_tokens(request)
@@ -102,14 +102,14 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     if request.task is not None:
         if request.kind == "messages":
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
-        # A task without decoding has no outputs: its results are columns.
+        # Embeddings, scores and classes have no text: their results are columns.
         columns = made_up_columns(request.task, request, hashes[0], dimensions)
         return _completion([], prompt_tokens, columns)
     most_tokens = min(request.sampling["max_new_tokens"], limit_tokens - prompt_tokens)
     outputs = [_output(request, number, most_tokens) for number in hashes]
     if request.asks is None:
         return _completion(outputs, prompt_tokens, NO_COLUMNS)
-    # Requested columns for which there is nothing synthetic, such as `logprobs`, stay null.
+    # Requested columns that cannot be made up, such as `logprobs`, stay null.
     asked_columns: dict[str, list[Any]] = {name: [None] * len(outputs) for name in request.asks.names}
     if TOOL_CALLS in asked_columns:
         asked_columns[TOOL_CALLS] = [output.calls for output in outputs]
@@ -152,14 +152,13 @@ def _completion(
 def _output(request: Request, number: int, most_tokens: int) -> _Output:
     """Make up an output from a random 32-bit `number`, truncated at `most_tokens`.
 
-    With a budget (`max_thinking_tokens`) an output begins with thinking, which ends at the budget at the
-    latest.
+    With a budget (`max_thinking_tokens`), an output begins with thinking, which the budget may truncate.
     """
     budget = request.sampling.get(THINKING) or 0
     if budget <= 0:
         return _output_without_thinking(request, number, most_tokens)
-    # These bits of `number` choose neither the length of the answer nor its text, so all three are
-    # independent.
+    # These bits of `number` choose neither the length of the answer nor its text. So the length of the
+    # thinking is independent of both.
     thinking_tokens = min(_LENGTHS[number >> 22], budget, most_tokens)
     if thinking_tokens < most_tokens:
         output = _output_without_thinking(request, number, most_tokens - thinking_tokens)
@@ -167,17 +166,17 @@ def _output(request: Request, number: int, most_tokens: int) -> _Output:
         output = _Output("", 0, CUT)
     return output._replace(
         tokens=thinking_tokens + output.tokens,
-        # The inverted bits select other words than those of the answer.
+        # The inverted number selects other words than those of the answer.
         thinking=_text(~number, thinking_tokens),
         is_thinking_cut=thinking_tokens == budget,
     )
 
 
 def _output_without_thinking(request: Request, number: int, most_tokens: int) -> _Output:
-    """Make up a text that follows the request's grammar, a tool call, or words."""
+    """Make up an output: a text that follows the request's grammar, a tool call, or random words."""
     sampling = request.sampling
     most_characters = most_tokens * BYTES_PER_TOKEN
-    # One character more than fits shows that the text must be truncated.
+    # If the text has one character more than allowed, it must be truncated.
     text = text_by_grammar(sampling, number, most_characters + 1)
     call = tool_call(request, number) if text is None and request.kind == "messages" else None
     if call is not None:
@@ -200,7 +199,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
         values, tokens = _values_of(body, fields)
         columns = {RESPONSE: [orjson.dumps(values).decode()]}
         completion = _completion([_Output("", 0, STOPPED)], tokens, columns)
-        # SGLang reports no cached tokens for tasks without decoding.
+        # SGLang reports no cached tokens for embeddings, scores and classes.
         return completion._replace(cached_tokens=None)
     completions = [answer(request, limit_tokens) for request in _requests_in(body, fields, ref)]
     is_chat = body.path == CHAT_PATH
@@ -224,7 +223,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
             "total_tokens": prompt_tokens + output_tokens,
         },
     }
-    # The row's result has only the first choice, but counts the tokens of all choices. The full response has
+    # The row's result has only the first choice, with the token counts of all choices. The response body has
     # all choices.
     first_completion = completions[0]
     if body.path == RESPONSES_PATH:
@@ -239,7 +238,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
 
 
 def _values_of(body: RequestBody, fields: dict[str, Any]) -> tuple[Any, int]:
-    """Make up the body of an answer with scores or classes; return it with the number of prompt tokens."""
+    """Make up the response to a request for scores or classes; return it with the number of prompt tokens."""
     items_field = {SCORE_PATH: "items", RERANK_PATH: "documents"}.get(body.path, "input")
     items = fields.get(items_field)
     texts = items if isinstance(items, list) else [items]
@@ -322,8 +321,8 @@ _SAMPLING_OF_BODY = {
     "seed": "sampling_seed", "min_tokens": "min_new_tokens", "ignore_eos": "ignore_eos",
     "json_schema": "json_schema", "regex": "regex",
 }  # fmt: skip
-"""Names of sampling parameters in `/generate`, by their names in OpenAI's requests. Only parameters that
-change a made-up answer are listed."""
+"""Sampling parameters of `/generate`, by their names in OpenAI's requests. Only those that change a made-up
+answer are listed."""
 _CHAT_COLUMNS = AskedColumns(frozenset({TOOL_CALLS, REASONING}), 0, of_tokens=False)
 """Columns of a chat's completion that the response contains."""
 
@@ -381,7 +380,7 @@ def _embeddings_response(
     as_text = fields.get("encoding_format") == "base64"
     response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
     completion = _completion([_Output("", 0, STOPPED)], tokens, {RESPONSE: [response.decode()]})
-    # SGLang reports no cached tokens for tasks without decoding.
+    # SGLang reports no cached tokens for embeddings.
     return completion._replace(cached_tokens=None)
 
 
@@ -397,9 +396,8 @@ def count_tokens(request: Request) -> int:
 
 
 def _hashes(request: Request) -> list[int]:
-    """Return 32 pseudo-random bits for each output of a request. They decide its length and its words."""
-    # The bits come from the prompt's `repr`, which every kind of prompt has. `hash` would give other bits in
-    # another process.
+    """Return 32 pseudo-random bits for each output of a request, which decide its length and its words."""
+    # Every kind of prompt has a `repr`. `hash` would give other bits in another process.
     prompt = repr(request.prompt).encode("utf-8", "surrogatepass")
     prompt += b"".join(file.key for file in request.media)
     seed = request.sampling.get("sampling_seed") or 0
@@ -418,8 +416,7 @@ def _length(sampling: dict[str, Any], number: int, most_tokens: int) -> tuple[in
 
 def _text(number: int, tokens: int) -> str:
     """Return a text that begins with MARK and has one word per token, at most LONGEST_TEXT_WORDS."""
-    # The length of the answer comes from the last 10 bits, so these are left out, and text and length are
-    # independent.
+    # The last 10 bits choose the length, so they are left out here: text and length are then independent.
     start = (number >> 10) % _TAPE_STARTS
     return MARK + " ".join(_TAPE[start : start + min(tokens, LONGEST_TEXT_WORDS)])
 
@@ -458,7 +455,7 @@ class Simulator(Engine):
         self._start = time.monotonic()
         """Time at which the clock of the simulation began."""
         self._valid_sampling: dict[str, Any] | None = None
-        """The last sampling parameters that were found valid."""
+        """The last sampling parameters that passed the checks."""
 
     async def open(self) -> EngineInfo:
         """Describe the engine, with a note that it is simulated."""
@@ -482,7 +479,7 @@ class Simulator(Engine):
         Raises RowRefusedError if SGLang would refuse the request, for instance because the prompt is too
         long. A call that is pending when the engine is closed stays pending until its caller cancels it.
         """
-        # Usually all rows share one object with the sampling parameters, which is checked once.
+        # Usually all rows share one object with the sampling parameters, so it is checked once.
         if request.sampling is not self._valid_sampling:
             refuse_invalid(request)
             self._valid_sampling = request.sampling
@@ -501,8 +498,8 @@ class Simulator(Engine):
             await asyncio.gather(simulation, return_exceptions=True)
 
     async def _decode(self, request: Request, completion: Completion) -> Completion:
-        """Wait until the scheduler has decoded a completion; return it with the number of its retractions."""
-        # A task without decoding takes one prefill pass, like an output of one token.
+        """Wait until the scheduler has decoded a completion; return it with its number of retractions."""
+        # A task without decoding (embeddings, scores) takes one prefill pass, like an output of one token.
         output_lengths = completion.completion_tokens or [1]
         samples = [
             SimulatedRequest(
@@ -514,13 +511,13 @@ class Simulator(Engine):
             )
             for output_tokens in output_lengths
         ]
-        # The scheduler takes new samples into its next pass, so its clock must first catch up.
+        # New samples enter the scheduler's next pass, so its clock must first catch up with the present.
         self._advance()
         for sample in samples:
             self._replica.scheduler.submit(sample)
         if self._simulation is None or self._simulation.done():
             self._simulation = asyncio.create_task(self._run(), name="simulated engine")
-        # If the caller is cancelled here, the scheduler decodes the samples to their ends nevertheless.
+        # If the caller is cancelled here, the scheduler still decodes the samples to their ends.
         for sample in samples:
             await sample.payload.wait()
         return completion._replace(retractions=sum(sample.retractions for sample in samples))

@@ -29,16 +29,16 @@ MOST_RUNNING = 1024
 
 
 class Assumptions(NamedTuple):
-    """Assumptions of a computation from data sheets."""
+    """Assumptions with which a job's time is computed from data sheets."""
 
     output_share: float
     """Fraction of `max_new_tokens` that outputs take if they end by themselves."""
     time_factor: float
-    """Factor by which the time computed from data sheets is multiplied."""
+    """Factor by which the computed time is multiplied."""
     pass_s: float
-    """Time of each decode pass that does not follow from data sheets, in seconds."""
+    """Additional time of each decode pass, in seconds."""
     row_s: float
-    """Time of each row in a decode pass that does not follow from data sheets, in seconds."""
+    """Additional time of each row in a decode pass, in seconds."""
 
 
 ASSUMPTIONS = (
@@ -72,7 +72,7 @@ def cold_forecast(
     prompt = fmean(row.prompt - row.cached for row in rows)
     pool_tokens = (STATIC_SHARE * memory - weights) / kv_per_token
     rows_of_copy = total / copies
-    # Engines reach only the fractions READ and COMPUTED of what the data sheets promise.
+    # Engines reach only the fractions READ and COMPUTED of the data sheets' values.
     seconds, outputs, passes = [], [], []
     for assumed in ASSUMPTIONS:
         output = fmean(row.asked * (1.0 if row.fixed else assumed.output_share) for row in rows)
@@ -85,8 +85,7 @@ def cold_forecast(
         decode_passes = rows_of_copy * samples * output / running
         # Each decode pass reads the weights, and the KV cache of all running requests.
         reading_s = decode_passes * (weights + running * context * kv_per_token) / read_per_s / READ
-        # A token takes two operations per parameter. With bf16 weights, that is one operation per byte of the
-        # weights.
+        # A token takes two operations per parameter, which is one operation per byte of bf16 weights.
         operations = rows_of_copy * (prompt + samples * output) * weights
         computing_s = operations / operations_per_s / COMPUTED
         overhead_s = decode_passes * (assumed.pass_s + assumed.row_s * running)

@@ -1,4 +1,4 @@
-"""The command `batchrun estimate`: time, cost and tokens of a job, from answers to a sample of its rows."""
+"""`batchrun estimate`: time, cost and tokens of a job, from the answers to a sample of its rows."""
 
 from __future__ import annotations
 
@@ -62,16 +62,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARE = 0.02
-"""Maximum size of the sample, as a fraction of all rows, unless FEWEST rows are more."""
+"""Maximum size of the sample, as a fraction of all rows. FEWEST rows are always allowed."""
 FEWEST = 30
 """Minimum size of the sample in rows, even if it exceeds the fraction SHARE of all rows."""
 BLOCKS = 100
-"""Number of evenly spread blocks that are read of an input with more than BLOCKS * BLOCK_ROWS rows."""
+"""Of a large input (more than BLOCKS * BLOCK_ROWS rows), only this number of evenly spread blocks is read."""
 BLOCK_ROWS = 500
 """Minimum number of rows in a block."""
 READ_SHARE = 0.01
-"""Minimum fraction of the rows of a large input that all blocks together contain. The blocks of such an input
-are larger than BLOCK_ROWS."""
+"""Of a very large input, at least this fraction of the rows is read, in larger blocks."""
 CLIENT_S = 0.00025
 """CPU seconds that the client needs to send a row and store its answer, besides reading and tokenizing."""
 DEFAULT_NEW_TOKENS = 128
@@ -92,14 +91,14 @@ class KeptSample(msgspec.Struct):
     """The answers to a sample, with the facts that a later estimate needs: the content of estimate.json."""
 
     engine: str
-    """Digest of the job's `engine`, without the fields that a forecast may change. It is a digest so that no
-    secret is stored."""
+    """Digest of the job's `engine`, without the fields that a forecast may change. A digest stores no
+    secrets."""
     most: int
     """Maximum number of rows of the sample."""
     sampled: Setting
     """Schedulers that answered the sample."""
     start_s: float
-    """Seconds of a run before and after the sending of rows, such as for the start of the engine."""
+    """Seconds of a run in which no rows are sent, such as the start of the engine."""
     info: EngineInfo
     """Properties of the engine that answered the sample."""
     attempts: list[Attempt]
@@ -107,14 +106,13 @@ class KeptSample(msgspec.Struct):
     refused: int
     """Number of rows of the sample that failed without an answer."""
     row_s: float | None = None
-    """Estimated seconds per row of the run that follows. From this number the run shows its remaining
-    time."""
+    """Estimated seconds per row of the run that follows. The run shows its remaining time from it."""
 
     @property
     def rows(self) -> BitMap64:
         """Rows of the sample that were sent and answered.
 
-        Rows with the same request as one of these rows are not included.
+        Duplicates of these rows are not included.
         """
         return BitMap64([attempt.row.row for attempt in self.attempts])
 
@@ -123,7 +121,7 @@ _read_sample = msgspec.json.Decoder(KeptSample)
 
 
 class Survey(NamedTuple):
-    """Lengths of the rows that are still to be sent, or of blocks of these rows if they are many."""
+    """Lengths of the rows that are still to be sent. If there are many, only blocks of them were read."""
 
     rows: list[JobRow]
     """Rows that were read and can be sent, in input order."""
@@ -132,16 +130,16 @@ class Survey(NamedTuple):
     not_sendable: int
     """Number of rows that were read and cannot be sent."""
     equal: float
-    """Fraction of the rows that get the answer of an equal row."""
+    """Fraction of the rows that are not sent, because they get the answer of an equal row."""
     row_s: float
-    """Mean number of seconds for reading, rendering and tokenizing a row."""
+    """Mean number of seconds for reading a row, building its prompt and tokenizing it."""
 
     def answered_of(self, pending: BitMap64, answered: float = 1.0) -> int:
-        """Return how many of the pending rows get an answer from the engine.
+        """Return how many of the pending rows the engine will answer.
 
         `answered` is the fraction of the sent rows that get an answer.
         """
-        # The share of sendable rows comes from the pending rows that were read.
+        # The fraction of sendable rows is that of the pending rows that were read.
         sendable_share = sum(row.row in pending for row in self.rows) / len(self.read & pending)
         different_share = 1 - self.equal  # Of equal rows, only one is sent.
         return max(1, round(len(pending) * sendable_share * answered * different_share))
@@ -149,7 +147,7 @@ class Survey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Time, cost and tokens of the run that follows. Each figure is a median with a 90 % interval."""
+    """Estimated time, cost and tokens of a run. Each figure is a median with a 90 % interval."""
 
     seconds: Interval
     """Time of the run in seconds, including the start of the engine."""
@@ -165,8 +163,8 @@ class Estimate:
     limited_by: str
     """Bottleneck of the run: "prefill", "decode", "pool" (the KV pool), "client", or "not known"."""
     why: tuple[str, ...]
-    """Causes of the interval's width, the largest first. Further texts tell if rows of the sample failed, or
-    if the result is only a range."""
+    """Why the intervals are wide: the causes, the largest first. Further texts say if rows of the sample
+    failed, or if the result is only a rough range."""
     rows_to_do: int
     """Number of rows that the run will send."""
     rows_sampled: int
@@ -206,14 +204,14 @@ class SampledEngine(ObservedEngine):
     """An engine that records the time and the tokens of each answer to the sample."""
 
     rows: dict[int, JobRow]
-    """Rows of the sample as the survey read them, by ordinal."""
+    """Rows of the sample, by their number in the input, with the lengths that were read before."""
     attempts: list[Attempt] = field(default_factory=list)
     """Answers so far."""
 
     def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:
         """Record an answer; `began` is the monotonic time at which the request was sent."""
         row = self.rows[request.ref.row]
-        # Numbers of tokens that the engine does not report come from the survey, or else are the minimum.
+        # Token counts that the engine does not report come from the survey, or are the minimum.
         prompt, cached = completion.prompt_tokens or row.prompt, completion.cached_tokens or 0
         outputs = tuple(tokens or 1 for tokens in completion.completion_tokens) or (1,)
         row = row._replace(prompt=prompt, cached=cached)
@@ -230,7 +228,7 @@ def _row_of(request: Request, encoded: Request, cached: float) -> JobRow:
     """
     if encoded.kind == "input_ids":
         tokens = float(len(encoded.prompt))
-    else:  # This process cannot tokenize the prompt, so its tokens are estimated.
+    else:  # without a tokenizer, the tokens are estimated
         tokens = max(len(prompt_bytes(encoded)) / BYTES_PER_TOKEN, 1.0)
     if request.task is not None:
         most_tokens = 1
@@ -250,7 +248,7 @@ def _row_of(request: Request, encoded: Request, cached: float) -> JobRow:
 def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: BitMap64) -> Survey:
     """Read the lengths of the rows `todo`, or of blocks of them if they are many; raises InputError.
 
-    The rows of an earlier sample, `sampled`, are read in any case.
+    The rows of an earlier sample, `sampled`, are always read.
     """
     job = prepared.job
     rows = _blocks_of(todo) | sampled
@@ -260,7 +258,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
         with contextlib.suppress(CannotTokenizeError):
             encoder = make_encoder(job, info, prepared.renderer.kind)
 
-    # The shares of cached tokens and of equal rows depend on the order in which the rows are sent.
+    # The fractions of cached tokens and of equal rows depend on the order in which rows are sent.
     # `decide_order` looks for common prefixes only if the job's `order` is "auto".
     with_auto_order = replace(prepared, job=job.model_copy(update={"order": "auto"}))
     decision = decide_order(with_auto_order, todo)
@@ -280,7 +278,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
         not_sendable += sum(item.error is not None for item in batch if isinstance(item, Outcome))
         encoded = encoder.encode(requests) if encoder else requests
         for request, encoded_request in zip(requests, encoded, strict=True):
-            if isinstance(encoded_request, Outcome):  # The prompt is too long, for example.
+            if isinstance(encoded_request, Outcome):  # for example, the prompt is too long
                 not_sendable += 1
             else:
                 sendable.append(_row_of(request, encoded_request, cached_share))
@@ -300,7 +298,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
 
 
 def _blocks_of(rows: BitMap64) -> BitMap64:
-    """Return all rows, or only the rows in evenly spread blocks if there are many rows."""
+    """Return all rows or, if there are many, the rows in evenly spread blocks."""
     if len(rows) <= BLOCKS * BLOCK_ROWS:
         return rows
     size = max(BLOCK_ROWS, round(READ_SHARE * len(rows) / BLOCKS))
@@ -322,7 +320,7 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
         "radix_cache": info.caches_prefixes,
     }
     flags |= {name: args[flag] for flag, name in SCHEDULER_FLAGS.items() if args.get(flag) is not None}
-    # The KV pool, or the state pool of a hybrid model, limits running requests whatever the flag says.
+    # Memory limits the running requests, whatever the flag says.
     if info.memory_caps_running and info.max_running:
         flags["max_running"] = min(flags["max_running"], info.max_running // schedulers)
     flags["chunked_prefill_tokens"] = limit_of(flags.get("chunked_prefill_tokens", info.prefill_tokens))
@@ -330,8 +328,8 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
 
 
 def _digest_of_engine(job: Job) -> str:
-    """Return a digest of the fields of the job's engine whose change makes a new sample necessary."""
-    # A change of these fields needs no new sample, because the simulation takes the change into account.
+    """Return a digest of those fields of the job's engine whose change requires a new sample."""
+    # A change of these fields needs no new sample, because it is simulated.
     simulated = {"replicas": True, "start_timeout": True, "cache_dir": True, "args": {*SCHEDULER_FLAGS}}
     return sha256(job.engine.model_dump_json(exclude=cast("Any", simulated)).encode()).hexdigest()
 
@@ -375,7 +373,7 @@ class _EstimateRequest:
 
 
 class _Basis(NamedTuple):
-    """A forecast of the run, with the facts that it was computed from."""
+    """A forecast of a run, with the facts from which it was computed."""
 
     forecast: Forecast
     survey: Survey
@@ -454,22 +452,20 @@ async def _from_sample(prepared: PreparedJob, request: _EstimateRequest) -> _Bas
         pending = _pending_or_raise(selected, run_dir)
         surveyed = survey(prepared, pending, sample.info, sample.rows)
     else:
-        # Raise an error if the job runs already, because no second engine may start.
+        # Raises an error if the job is already running, because no second engine may start.
         with hold_task(run_dir):
             pass
         if job.output.reuse is not None:
-            # Rows that get the answer of another run take no time. A run with an empty sample sends nothing,
-            # but looks for such rows.
+            # Rows that get another run's answers take no time. A run with an empty sample sends nothing, but
+            # finds such rows.
             await execute(job, sample=BitMap64())
         pending = _pending_or_raise(selected, run_dir)
         sample, surveyed = await _take_sample(prepared, pending, most)
-        # The rows of the sample now have answers, so they are no longer pending.
         pending = _pending(selected, run_dir)
     copies = _copies(job, request, default=len(sample.info.routes))
     result = _forecast(job, surveyed, sample, pending=pending, copies=copies, workers=request.workers)
     is_for_the_job = request.replicas is None and request.workers == 1
-    # The estimated time per row is stored only if the estimate is for the workers and replicas that the job
-    # itself has.
+    # The estimated time per row is stored only if the estimate is for the job's own workers and replicas.
     if is_for_the_job:
         sending_s = max(0.0, result.seconds.median - sample.start_s)
         sample.row_s = sending_s / max(len(pending), 1)
@@ -517,9 +513,9 @@ def _cards(job: Job, tp: int | None) -> int:
 
 
 def _kept_sample(path: Path, job: Job, most: int) -> KeptSample | None:
-    """Return the sample of an earlier estimate, which is in the file `path`; None if it does not suit.
+    """Return the sample of an earlier estimate from the file `path`; None if it cannot be used.
 
-    A suitable sample was answered by the same engine, and had a limit of at least `most` rows.
+    It must have been answered by the same engine, with a limit of at least `most` rows.
     """
     try:
         sample = _read_sample.decode(path.read_bytes())
@@ -532,8 +528,8 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
     """Have the engine answer a sample of at most `most` pending rows; return the sample and the survey.
 
     At most half of the sample is in flight at once, so that prompts arrive while other rows decode, as in the
-    job. If the task does not decode, the whole sample is in flight at once, so that its passes are as full as
-    those of the job. Raises BatchrunError.
+    job. In a task without decoding, the whole sample is in flight, so that passes are as full as in the job.
+    Raises BatchrunError.
     """
     job, run_dir, opening_began = prepared.job, prepared.run_dir, time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
@@ -562,7 +558,7 @@ async def _take_sample(prepared: PreparedJob, pending: BitMap64, most: int) -> t
     answered = BitMap64([attempt.row.row for attempt in attempts])
     # Rows with an answer may have failed later, for example in the job's checks. They were not refused.
     refused = len((ordinals & read_done(run_dir).failed) - answered)
-    # If other rows failed, a single answer says nothing about the variation of the outputs.
+    # If other rows failed, a single answer says nothing about how much outputs vary.
     if not answered or (refused and len(answered) == 1):
         reason = report.failures[0]["example"] if report.failures else report.reason
         raise BatchrunError(
@@ -596,8 +592,8 @@ def _forecast(
             limited_by="not known",
             why=("the sample had all remaining rows",),
         )
-    # The survey may have estimated the numbers of prompt tokens. Scale them so that their sum over the rows
-    # of the sample is the sum that the engine reported.
+    # The survey may have estimated the prompt tokens. Scale them so that their sum over the sample is the sum
+    # that the engine reported.
     reported_prompts = {attempt.row.row: attempt.row.prompt for attempt in sample.attempts}
     surveyed_prompts = {row.row: row.prompt for row in surveyed.rows if row.row in reported_prompts}
     factor = 1.0
@@ -607,10 +603,10 @@ def _forecast(
     sampled, info = sample.sampled, sample.info
     schedulers_of_replica = sampled.schedulers // len(info.routes)
     schedulers = schedulers_of_replica * copies
-    # The job's window is that of one worker, over all schedulers.
+    # The job's `window` is the limit of one worker, over all schedulers.
     window = None if job.window == "auto" else max(1, job.window * workers // schedulers)
     rows_of_sample = len(reported_prompts) + sample.refused
-    # The engine is assumed to refuse the same share of the pending rows as of the sample.
+    # The engine is assumed to refuse the same fraction of the pending rows as of the sample.
     answered_share = len(reported_prompts) / rows_of_sample
     result = forecast(
         sample.attempts,

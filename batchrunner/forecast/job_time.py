@@ -1,9 +1,9 @@
-"""Forecast of a job's time from the answers to a sample of its rows. Pure, so that tests can try many jobs.
+"""Forecasts a job's time from the answers to a sample of its rows. No I/O.
 
 First the sample is simulated, with its rows in the order in which they were sent. The simulation gives the
-work of the forward passes up to the end of each row. A comparison of this work with the times at which the
-rows really ended gives the cost of a pass, which thus includes everything that the simulation leaves out.
-Then the job is simulated. Each of its rows gets the output lengths of the sampled row that is most like it.
+work of the forward passes up to the end of each row. The times at which the rows really ended then give the
+cost of a pass, including everything that the simulation leaves out. Then the job is simulated. Each of its
+rows gets the output lengths of the sampled row that is most like it.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ MOST_SIMULATED = 10_000
 MOST_SPANS = 24
 """Maximum number of spans (stretches of forward passes) of a scheduler to which costs are fitted."""
 FEW = 10
-"""Number of rows in a sample that is assumed to vary only half as much as all rows, because it lacks rare
-rows."""
+"""A sample of this many rows is assumed to vary only half as much as all rows, because it lacks rare rows."""
 FOLDS = 8
-"""Number of folds of the sample's spans. Each fold is left out in turn, to see how much the costs vary."""
+"""Number of parts of the sample's measurements. Each part is left out in turn, to see how much the costs
+vary."""
 BETWEEN_RUNS = 0.02
 """Relative standard deviation of pass times between two runs on the same machine."""
 UNKNOWN_COSTS = 0.3
-"""Relative standard deviation of pass times that is assumed if the sample is too small to measure it."""
+"""Assumed relative standard deviation of pass times, if the sample is too small to measure it."""
 TAIL = 1.645
-"""Number of standard deviations from the median to either end of a 90 % interval."""
+"""Half-width of a 90 % interval, in standard deviations."""
 LEAST_S = 1e-6
 """Minimum time of all rows in seconds. The simulated engine of tests may answer in no time."""
 
 
 class JobRow(NamedTuple):
-    """The lengths of a row of the job before the row has its answer."""
+    """The lengths of a row before it has its answer."""
 
     row: int
-    """Ordinal of the row in the input."""
+    """Number of the row in the input."""
     prompt: float
     """Number of prompt tokens."""
     cached: float
@@ -67,19 +67,19 @@ class Attempt(NamedTuple):
     outputs: tuple[int, ...]
     """Number of output tokens of each completion; 1 if the task does not decode."""
     route: str
-    """Route over which the row was sent."""
+    """URL of the server that answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A figure (the median) with its 90 % interval."""
+    """A figure with its 90 % interval. The figure is the median."""
 
     median: float
     low: float
     high: float
 
     def times(self, factor: float, plus: float = 0.0) -> "Interval":
-        """Return the interval with all three figures multiplied by `factor` and increased by `plus`."""
+        """Return the interval with all three figures multiplied by `factor`, then increased by `plus`."""
         figures = (self.median, self.low, self.high)
         return Interval(*(round(factor * figure + plus, 6) for figure in figures))
 
@@ -90,14 +90,13 @@ class Setting(NamedTuple):
     config: SchedulerConfig
     """Flags of each scheduler."""
     schedulers: int
-    """Number of schedulers."""
     window: int | None = None
-    """Concurrency limit of a scheduler if the job fixes it. None means that enough rows are always in
-    flight."""
+    """Concurrency limit of a scheduler, if the job sets it. None means that enough rows are always in flight.
+    """
 
 
 class Forecast(NamedTuple):
-    """The time and the tokens of the pending rows; `Estimate` explains the fields."""
+    """The forecast time and tokens of the pending rows. `Estimate` explains the fields."""
 
     seconds: Interval
     tokens: dict[str, Interval]
@@ -111,7 +110,7 @@ Drawn = Sequence[tuple[JobRow, Sequence[int]]]
 
 
 def by_length(row: JobRow) -> tuple[float, ...]:
-    """Return a sort key that puts rows that may have long outputs last.
+    """Return a sort key that puts rows with possibly long outputs last.
 
     Rows of equal lengths are mixed, so that neighbours in this order come from different places of the input.
     """
@@ -130,8 +129,8 @@ class Simulated(NamedTuple):
     """The result of a simulation of one scheduler."""
 
     work_at_ends: list[PassWork]
-    """Work of all passes up to the end of each row, in the order in which rows ended. The first entry is no
-    work, before any row ended."""
+    """Work of all passes up to the end of each row, in the order in which rows ended. The first entry is 0:
+    no work before any row ended."""
     ended_before_last: int
     """Number of rows that had ended when the last row began to run."""
     waiting_share: float
@@ -153,7 +152,7 @@ def simulate(
     while True:
         while next_row < len(rows) and is_due(scheduler, next_row, len(work_at_ends) - 1):
             for request in _requests_of(*rows[next_row], number=next_row):
-                with contextlib.suppress(ValueError):  # A request that is longer than the pool is not sent.
+                with contextlib.suppress(ValueError):  # a request longer than the pool is not sent
                     scheduler.submit(request)
                     open_completions[next_row] += 1
             next_row += 1
@@ -161,11 +160,11 @@ def simulate(
         if scheduler.queue or next_row < len(rows):
             ended_before_last = len(work_at_ends) - 1
         step = scheduler.step()
-        if step is None:  # No step is left, so all rows have ended.
+        if step is None:  # all rows have ended
             decode_passes = max(work.passes - work.prefills, 1)
             return Simulated(work_at_ends, ended_before_last, waiting_passes / decode_passes)
         work = work.plus(step, 0)
-        # Rows wait although the limit of running requests has room, so they wait for the KV pool.
+        # Rows wait although more requests may run, so they wait for the KV pool.
         if step.kind == "decode" and step.queue and step.running < config.most_running - 1:
             waiting_passes += step.steps
         for request in step.finished:
@@ -186,7 +185,7 @@ def _requests_of(row: JobRow, outputs: Sequence[int], *, number: int) -> Iterato
         yield SimulatedRequest(
             prompt_tokens=prompt,
             output_tokens=tokens,
-            max_new_tokens=max(row.asked, tokens),  # The answer may come from a retry with a higher limit.
+            max_new_tokens=max(row.asked, tokens),  # a retry may have had a higher limit
             ignore_eos=row.fixed,
             prefix=(("shared", cached),) if cached > 0 else (),
             payload=number,
@@ -195,13 +194,13 @@ def _requests_of(row: JobRow, outputs: Sequence[int], *, number: int) -> Iterato
 
 
 def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, float]:
-    """Return the work of one scheduler for `count` rows, from a simulation of the rows in `drawn`.
+    """Return the work of one scheduler for `count` rows, from a simulation of the rows `drawn`.
 
-    The rows in `drawn` come from all over the job. The second value is the fraction of the decode passes in
-    which rows waited for the KV pool.
+    These rows come from all over the job. The second value is the fraction of the decode passes in which rows
+    waited for the KV pool.
     """
-    # Without a window, the queue is kept so long that a prefill pass never lacks rows: a pass of a task
-    # without decoding may run `most_running` rows.
+    # Without a limit set by the job, the queue is always long enough for a full prefill pass. A pass of a
+    # task without decoding may run `most_running` rows.
     most_waiting = setting.config.most_running
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
@@ -211,29 +210,28 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
 
     simulated = simulate(setting.config, drawn, is_due)
     work = simulated.work_at_ends[-1]
-    # The other rows add only to the steady state, in which a pass has more rows than at the beginning and the
-    # end.
+    # The rows that were not simulated extend only the steady state, in which passes are fuller than at the
+    # beginning and the end.
     steady = _steady_work(simulated)
-    # The same work as that of the simulated rows, but in fewer passes, because each pass is as full as one of
-    # the steady state.
+    # The work of the simulated rows, in fewer passes, each as full as in the steady state.
     passes = round(work.samples * steady.passes / max(steady.samples, 1))
     ratio_of_other_rows = count / len(drawn) - 1
     return _plus(work, work._replace(passes=passes), ratio_of_other_rows), simulated.waiting_share
 
 
 def _steady_work(simulated: Simulated) -> PassWork:
-    """Return the work between ramp-up and drain, at least the work for the middle third of the rows."""
+    """Return the work in the steady state: at least that of the middle third of the rows."""
     work_at_ends = simulated.work_at_ends
     third = len(work_at_ends) // 3
-    # The ramp-up ends after DECAY_STEPS passes (the passes are the first field, by which work is compared).
-    # The drain begins when no row waits any more.
+    # The steady state begins after DECAY_STEPS passes (PassWork is compared by its passes), and ends when no
+    # row waits any more.
     ramp_up_end = min(bisect_right(work_at_ends, PassWork(DECAY_STEPS)), third)
     drain_begin = max(simulated.ended_before_last, 2 * third)
     return _plus(work_at_ends[drain_begin], work_at_ends[ramp_up_end], -1)
 
 
 def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[PassWork, float]]:
-    """Divide the sample's passes into spans; return the work and the measured seconds of each span."""
+    """Divide the sample's forward passes into spans; return work and measured seconds of each span."""
     routes = defaultdict[str, list[Attempt]](list)
     for attempt in sorted(attempts, key=attrgetter("began")):
         routes[attempt.route].append(attempt)
@@ -247,16 +245,18 @@ def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[Pa
 
 
 def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> list[tuple[PassWork, float]]:
-    """Return the spans of one scheduler: the work between two ends of rows, and its measured seconds.
+    """Return work and measured seconds of the spans of one scheduler.
 
-    The work comes from a simulation of the sampled rows that ran on the scheduler. The simulation sends a row
-    once as many rows have ended as when the row was really sent.
+    A span lasts from the end of one row to the end of another.
+
+    The work comes from a simulation of the scheduler's sampled rows. It sends each row when as many rows have
+    ended as when the row was really sent.
     """
     ends = sorted(attempt.ended for attempt in attempts)
     ended_before = [bisect_right(ends, attempt.began) for attempt in attempts]
 
     def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
-        # An empty scheduler gets a row in any case, so that the simulation goes on.
+        # An empty scheduler always gets a row, so that the simulation goes on.
         return ended_before[sent] <= ended or not scheduler.in_flight
 
     rows = [(attempt.row, attempt.outputs) for attempt in attempts]
@@ -268,12 +268,11 @@ def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> li
     return [
         (_plus(work[end], work[begin], -1), times[end] - times[begin])
         for begin, end in pairwise(borders)
-        if work[end].passes > work[begin].passes  # Rows that end in the same pass make an empty span.
+        if work[end].passes > work[begin].passes  # rows of the same pass make an empty span
     ]
 
 
 def _plus(work: PassWork, other: PassWork, factor: float) -> PassWork:
-    """Return `work` plus `factor` times `other`."""
     return PassWork._make(a + factor * b for a, b in zip(work, other, strict=True))
 
 
@@ -285,7 +284,7 @@ def cost_of(spans: Sequence[tuple[PassWork, float]]) -> CostModel:
 
 
 def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, float]:
-    """Return the rows in input order, each with the output lengths of the sampled row that is most like it.
+    """Return the rows in input order, each with the output lengths of the most similar sampled row.
 
     `attempts` are the answers to the sample. The second value is the standard error of the mean output length
     of the sampled rows.
@@ -297,12 +296,11 @@ def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, fl
     sample = sorted(answered_rows.values(), key=lambda answered: by_length(answered[0]))
     drawn = []
     for rank, row in enumerate(sorted(rows, key=by_length)):
-        most_alike = sample[rank * len(sample) // len(rows)]  # same quantile of the lengths as the row
+        most_alike = sample[rank * len(sample) // len(rows)]  # the row at the same quantile of lengths
         drawn.append((row, _scaled(most_alike, row)))
     drawn.sort(key=lambda row_and_outputs: row_and_outputs[0].row)
-    # Only the variance between rows of similar lengths counts, because the draw follows the order of lengths.
-    # The difference between two neighbours in this order has twice the variance of one row, so its square is
-    # halved.
+    # Rows are drawn by length, so only the variance between rows of similar lengths counts. The difference of
+    # two neighbours has twice the variance of one row, so its square is halved.
     variances = []
     for answered, (row, outputs) in pairwise(sample):
         error = sum(_scaled(answered, row)) - sum(outputs)
@@ -335,8 +333,8 @@ def forecast(
     """Forecast the time and tokens of `total` rows on the schedulers of `setting`.
 
     `rows` are examples of these rows, in the order of sending. `attempts` are the answers to a sample, which
-    ran on the schedulers of `sampled`. `start_s` are the seconds of the run without the sending of rows, and
-    `client_s` are the client's CPU seconds for a row.
+    ran on the schedulers of `sampled`. `start_s` are the seconds of the run in which no rows are sent, such
+    as the start of the engine. `client_s` are the client's CPU seconds per row.
     """
     spans = sample_spans(attempts, sampled)
     cost = cost_of(spans)
@@ -347,26 +345,27 @@ def forecast(
     work, waiting_share = whole_work(setting, drawn, rows_of_scheduler)
     seconds = max(cost.work_s(work), LEAST_S)
 
-    # The uncertainty of the time has two causes. Each is a standard deviation of the time's logarithm.
+    # The uncertainty of the time has two causes. Each is computed as a standard deviation of the time's
+    # logarithm.
     small_sample_factor = 1 + FEW / len(attempts)
     output_tokens = fmean(sum(tokens) for _, tokens in drawn)
     # The mean of the sample is uncertain, and so is the mean of the rows that will be sent.
     output_deviation *= small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
-    # First cause: the output lengths. Simulate outputs that are longer by one standard deviation.
+    # First cause: the output lengths. Simulate outputs that are one standard deviation longer.
     factor = math.exp(output_deviation)
     longer_outputs = []
     for row, lengths in drawn:
         longer_outputs.append((row, [math.ceil(factor * tokens) for tokens in lengths]))
     longer_work, _ = whole_work(setting, longer_outputs, rows_of_scheduler)
     by_outputs = math.log(max(cost.work_s(longer_work) / seconds, 1.0))
-    # The second cause of uncertainty is the costs of a forward pass, which also vary from run to run.
+    # Second cause: the cost of a forward pass, which also varies from run to run.
     if len(spans) > FOLDS:
         cost_deviation = small_sample_factor * _deviation_of_costs(spans, work, seconds)
     else:
         cost_deviation = UNKNOWN_COSTS
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
-    # The prefill passes alone take the time of the work without the costs of decoding.
+    # Time of the prefill passes alone: the costs of decoding are left out.
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     client_total_s = client_s * total
     limited_by = _bottleneck(
@@ -384,23 +383,23 @@ def forecast(
 
 
 def _deviation_of_costs(spans: Sequence[tuple[PassWork, float]], work: PassWork, seconds: float) -> float:
-    """Return the uncertainty of the time of `work` that comes from the costs: a relative standard deviation.
+    """Return the relative standard deviation of the time of `work` that comes from the fitted costs.
 
-    `seconds` is that time. The deviation is measured by a jackknife: the costs are fitted again without each
-    of FOLDS folds of the spans. There must be more spans than folds.
+    `seconds` is that time. The deviation is measured by a jackknife: the costs are fitted again, each time
+    without one of FOLDS parts of the spans. There must be more spans than parts.
     """
     times = []
     for fold in range(FOLDS):
         other_spans = [span for number, span in enumerate(spans) if number % FOLDS != fold]
         times.append(cost_of(other_spans).work_s(work) / seconds)
-    # The folds share most of their spans, so a jackknife scales the deviation between them up.
+    # The fits share most of their spans, so a jackknife scales their deviation up.
     return stdev(times) * (FOLDS - 1) / math.sqrt(FOLDS)
 
 
 def _cause(name: str, share: float) -> str:
     """Return a text about a cause of uncertainty.
 
-    `share` is the half-width of the interval that this cause alone would give, as a fraction of the time.
+    `share` is the half-width of the interval from this cause alone, as a fraction of the time.
     """
     if share <= 1:
         return f"{name}: ±{100 * share:.0f} %"

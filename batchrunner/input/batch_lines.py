@@ -1,10 +1,11 @@
-"""Reads the requests of a batch file (OpenAI's format), and refuses files with unusable lines.
+"""Reads the requests of a batch file (OpenAI's format).
 
-The whole file is refused if a custom_id is missing, is not text or is repeated, or if an endpoint is wrong.
-The request on such a line could not be sent, or its result could not be matched with it. With any other
-fault, only the request on the line fails.
-
+Each line is a request:
 `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}`
+
+The whole file is refused if a custom_id is missing, repeated or not text, or if an endpoint is wrong. Such a
+request could not be sent, or its result could not be matched with it. For any other fault, only the request
+on that line fails.
 """
 
 import logging
@@ -27,33 +28,33 @@ from batchrunner.job.tasks import TASK_OF_ENDPOINT, TaskName
 log = logging.getLogger(__name__)
 
 MOST_REPEATED = 100_000
-"""Maximum number of custom_ids that are kept because they may be repeated.
+"""Maximum number of custom_ids that are kept to be checked for repeats.
 
-They are the custom_ids whose digest has the same low half as an earlier digest. Among ten million different
-custom_ids, about 12,000 share a low half by chance.
+These are the custom_ids of which the low half of the digest occurred before. By chance, this happens to about
+12,000 of ten million different custom_ids.
 """
 MOST_FAULTS = 50
-"""Maximum number of faulty lines of one kind that an error lists one by one."""
+"""Maximum number of faulty lines that an error lists for each kind of fault."""
 ID_CHARACTERS = 40
-"""Maximum number of characters of a repeated `custom_id` in a message."""
+"""Maximum length in characters of a repeated `custom_id` in a message."""
 _LOW_BITS = (1 << 32) - 1
-"""Mask for the low half of a digest of 64 bits."""
+"""Mask for the low half of a 64-bit digest."""
 
 
 class _AnyCustomId(msgspec.Struct):
-    """The `custom_id` of a line that need not be a valid request."""
+    """A line's `custom_id` of any type. The line may otherwise be no valid request."""
 
     custom_id: msgspec.Raw
 
 
 class _Named(msgspec.Struct):
-    """Request on a line, of which only the `custom_id` is decoded."""
+    """A request on a line, of which only the `custom_id` is decoded."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class _Addressed(msgspec.Struct):
-    """Object on a line that is meant as a request, because it has a `url`."""
+    """A line that is meant as a request, because it has a `url`."""
 
     url: msgspec.Raw
 
@@ -68,7 +69,7 @@ class _RequestLine(msgspec.Struct):
 
 
 class _ModelOfBody(msgspec.Struct):
-    """Model that the body of a request names."""
+    """The model in a request body."""
 
     model: str | None = None
 
@@ -81,7 +82,7 @@ _read_model = msgspec.json.Decoder(_ModelOfBody)
 
 
 class LineFault(NamedTuple):
-    """A fault of a line for which the whole file is refused."""
+    """A fault on one line for which the whole file is refused."""
 
     line: int
     code: str
@@ -90,16 +91,16 @@ class LineFault(NamedTuple):
 
 
 class BatchFileError(InputError):
-    """A batch file is refused because of some of its lines. None of its requests is sent."""
+    """A batch file is refused because of some of its lines. No request of the file is sent."""
 
     def __init__(self, message: str, faults: Sequence[LineFault] = (), *, hint: str | None = None) -> None:
-        """`faults` are the first faulty lines of each kind, at most MOST_FAULTS per kind."""
+        """Create the error; `faults` are the first faulty lines, at most MOST_FAULTS of each kind."""
         super().__init__(message, hint=hint)
         self.line_faults = [*faults]
 
 
 class _LineFaults:
-    """The faults of a file that have one code."""
+    """Faults of one file that have the same error code."""
 
     def __init__(self, code: str, hint: str) -> None:
         self._code, self._hint = code, hint
@@ -112,7 +113,6 @@ class _LineFaults:
             self._faults.append(LineFault(line, self._code, problem))
 
     def errors(self, path: str) -> list[BatchFileError]:
-        """Return one error for all faults; [] if there are none."""
         if not self._numbers.count:
             return []
         message = f"{path}: {self._numbers}: {self._numbers.reason}"
@@ -120,21 +120,21 @@ class _LineFaults:
 
 
 def _raise_together(errors: Sequence[BatchFileError]) -> None:
-    """Raise the errors, if any. Several errors are combined into one, whose text has a line for each."""
+    """Raise the errors, combined into one whose text has a line for each; do nothing if there are none."""
     if len(errors) > 1:
         faults = sorted(fault for error in errors for fault in error.line_faults)
-        # An error that already combines several faults has a text for each of them.
+        # An error with `faults` contributes one text for each fault.
         texts = [text for error in errors for text in (error.faults or [str(error)])]
         combined = BatchFileError("\n".join(texts), faults)
         combined.faults = texts
         raise combined
-    # At most one error is left here.
+    # Only zero or one error gets here.
     for error in errors:
         raise error
 
 
 class _WrongEndpointError(ValueError):
-    """Error for a request to an endpoint that is not served, or for another task than earlier requests."""
+    """A request's endpoint is not served, or belongs to another task than the earlier requests."""
 
 
 class _WrongCustomIdError(ValueError):
@@ -142,11 +142,11 @@ class _WrongCustomIdError(ValueError):
 
 
 def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
-    """Yield a record for each line that is not empty; None in `lines` stands for a line that is too long.
+    """Yield a record for each request; a None in `lines` is a line that was too long.
 
-    The first request decides the task of the model for the whole file, such as text generation. The first
-    request with a model decides the model of the whole file. After the last line, raises BatchFileError,
-    which begins with `path`, if any line has a wrong endpoint or no custom_id.
+    Empty lines are skipped. The first request decides the task for the whole file, such as text generation.
+    The first request that names a model decides the model. After the last line, raises BatchFileError if any
+    line has a wrong endpoint or no custom_id. The error's text begins with `path`.
     """
     task: TaskName | None = None
     model: str | None = None
@@ -172,7 +172,7 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         except _WrongCustomIdError as failure:
             problem = str(failure)
             wrong_ids.add(number, problem)
-        # Both msgspec and UTF-8 decoding raise subclasses of ValueError.
+        # msgspec and UTF-8 decoding both raise subclasses of ValueError.
         except (ValueError, RecursionError) as failure:
             values, problem = _custom_id_in(text), f"not a request: {failure}"
         yield TextRecord(number, values, problem, len(line))
@@ -184,26 +184,25 @@ def _request_in(text: bytes) -> _RequestLine:
 
     The error is a _WrongCustomIdError if the line has a `url`, but no usable custom_id.
     """
-    # This raises for bytes that are not UTF-8, which msgspec would accept inside a raw body.
+    # This raises if the text is not UTF-8. msgspec does not check the bytes of a raw body.
     text.decode()
     try:
         return _read_request.decode(text)
     except msgspec.ValidationError:
-        # This raises a _WrongCustomIdError if the custom_id is at fault.
+        # If the custom_id is the fault, raise the error that says so.
         _check_custom_id(text)
         raise
 
 
 def _check_custom_id(text: bytes) -> None:
-    """Raise _WrongCustomIdError if the request on a line has no custom_id, or a custom_id that is not text.
+    """Raise _WrongCustomIdError if a request has no custom_id, or one that is not text.
 
-    An object without a `url` passes here, because it is no request: it may be a line of a data file that the
-    user gave by mistake.
+    An object without a `url` passes, because it is not a request. The user may have passed a data file
+    instead of a batch file.
     """
     try:
         _read_url.decode(text)
     except msgspec.ValidationError:
-        # The object has no `url`.
         return
     try:
         _read_name.decode(text)
@@ -212,9 +211,10 @@ def _check_custom_id(text: bytes) -> None:
 
 
 def _same_task(url: str, task: TaskName | None) -> TaskName:
-    """Return the task of the model that answers at an endpoint.
+    """Return the task that an endpoint serves, such as text generation.
 
-    Raises _WrongEndpointError if the endpoint is not served, or if its task is not that of the earlier lines.
+    Raises _WrongEndpointError if the endpoint is not served, or if `task`, the task of earlier lines,
+    differs.
     """
     task_of_url = TASK_OF_ENDPOINT.get(url)
     if task_of_url is None:
@@ -228,10 +228,9 @@ def _same_task(url: str, task: TaskName | None) -> TaskName:
 
 
 def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
-    """Return the model that a batch file names up to and including the line with this `body`.
+    """Return the model for the whole file, after a line with this body. None if no line has named one yet.
 
-    `model` is the model that earlier lines name; None if they name none. Raises ValueError if the body names
-    another model.
+    `model` is the model that earlier lines name. Raises ValueError if the body names another.
     """
     body_model = _read_model.decode(body).model
     both_name_a_model = body_model is not None and model is not None
@@ -244,13 +243,13 @@ def _same_model(body: msgspec.Raw, model: str | None) -> str | None:
 
 
 def _custom_id_in(text: bytes) -> dict[str, str]:
-    """Return the custom_id of a line that is not a valid request, as a column; {} if the line has none.
+    """Return the custom_id of an invalid request as `{"custom_id": …}`; {} if the line has none.
 
-    A custom_id that is not a string is returned as its JSON text.
+    A custom_id that is not a string is returned as JSON text.
     """
     try:
         custom_id = bytes(_read_custom_id.decode(text).custom_id)
-        # `custom_id` is the raw JSON of any value. Only a string is decoded.
+        # `custom_id` is raw JSON. Only a string is decoded.
         is_string = custom_id.startswith(b'"')
         value = msgspec.json.decode(custom_id) if is_string else custom_id.decode()
     except (ValueError, RecursionError):
@@ -259,10 +258,10 @@ def _custom_id_in(text: bytes) -> dict[str, str]:
 
 
 def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules) -> Iterator[TextRecord]:
-    """Yield the records of a batch file, and log the bad lines at its end.
+    """Yield the records of a batch file; at its end, log the faulty lines and check for repeated custom_ids.
 
-    After the last record, raises BatchFileError if `records` does, or if custom_ids are repeated although the
-    rules forbid it.
+    Raises BatchFileError after the last record if any line is unusable, or if custom_ids are repeated
+    although `rules` forbid it.
     """
     bad_lines, custom_ids = LineNumbers(), _CustomIds()
     errors: list[BatchFileError] = []
@@ -274,7 +273,7 @@ def checked_requests(records: Iterable[TextRecord], path: str, rules: BatchRules
                 custom_ids.add(record.line, record.values[CUSTOM_ID])
             yield record
     except BatchFileError as failure:
-        # The error is raised below, together with the error about repeated custom_ids.
+        # Raised below, together with the error about repeated custom_ids.
         errors.append(failure)
     if not rules.allows_repeated:
         errors += custom_ids.errors(path)
@@ -288,20 +287,19 @@ class _CustomIds:
 
     def __init__(self) -> None:
         self._digests = array("Q")
-        """Digest of the custom_id on each line, from line 1; 0 for a line without a custom_id."""
+        """Digests of the custom_ids, one for each line; 0 for a line without a custom_id."""
         self._low_halves = BitMap()
-        """Low halves of the digests so far. A digest with a new low half belongs to a new custom_id."""
+        """Low halves of all digests so far. A digest whose low half is new belongs to a new custom_id."""
         self._candidates: dict[int, str] = {}
-        """Custom_ids that may be repeated, by digest."""
+        """Custom_ids that may be repeats, by digest."""
 
     def add(self, line: int, custom_id: str) -> None:
         """Add the custom_id of a line; lines come in order.
 
-        A bitmap of the low halves of all digests takes little memory. A custom_id whose low half is not in it
-        is certainly new. Any other custom_id may be repeated, so it becomes a candidate; later, `repeated`
-        compares the whole digests of candidates.
+        The bitmap of low halves takes little memory. A custom_id whose low half is not in the bitmap is new.
+        Any other one may be a repeat and is kept as a candidate, until `repeated` compares the whole digests.
         """
-        # Lines without a custom_id have been left out; 0 stands for their digests.
+        # Lines without a custom_id get the digest 0.
         self._digests.extend(repeat(0, line - 1 - len(self._digests)))
         digest = xxh3_64_intdigest(custom_id.encode())
         self._digests.append(digest)
@@ -312,13 +310,12 @@ class _CustomIds:
             self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
 
     def errors(self, path: str) -> list[BatchFileError]:
-        """Return one error that names repeated custom_ids with their lines; [] if there are none."""
         repeated = self.repeated()
         if not repeated:
             return []
         shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
         more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
-        # The first line with a custom_id is not at fault, but all later ones are.
+        # The first line with the custom_id is valid. Only the later ones are faults.
         faults = [
             LineFault(line, "duplicate_custom_id", f"custom_id {name!r} is also on line {lines.first[0]}")
             for name, lines in repeated
@@ -329,8 +326,8 @@ class _CustomIds:
         return [BatchFileError(message, faults[:MOST_FAULTS], hint=hint)]
 
     def repeated(self) -> list[tuple[str, LineNumbers]]:
-        """Return the first characters of each repeated custom_id, with the lines that have it."""
-        # A candidate whose digest occurs once only shares the low half of the digest with another custom_id.
+        """Return each repeated custom_id, shortened, with the numbers of its lines."""
+        # A candidate that occurs once is no repeat. Only half of its digest equals that of another custom_id.
         lines_by_digest: defaultdict[int, LineNumbers] = defaultdict(LineNumbers)
         if self._candidates:
             for line, digest in enumerate(self._digests, 1):

@@ -1,8 +1,8 @@
 """Finds a common type for a column whose type differs between input files.
 
 Most common types come from Arrow's permissive promotion; this module adds the cases that Arrow lacks. If two
-types differ only in layout, such as `string` and `large_string`, the common type is the first one, so that a
-new file at the end of the input does not change the type of the column.
+types differ only in layout, such as `string` and `large_string`, the first one is kept. A file that is added
+to the end of the input then does not change the type.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 _TEXTS = {pa.string(), pa.large_string(), pa.string_view()}
-"""Arrow types of texts."""
 _BYTES = {pa.binary(), pa.large_binary(), pa.binary_view()}
-"""Arrow types of bytes."""
 _UTC = {"UTC", "Etc/UTC", "GMT", "Etc/GMT", "Z", "Zulu", "+00:00", "-00:00", "+0000", "+00"}
 """Names of the time zone UTC."""
 _DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19,
            pa.uint8(): 3, pa.uint16(): 5, pa.uint32(): 10, pa.uint64(): 20}  # fmt: skip
 """Maximum number of decimal digits of each integer type."""
 _MOST_DIGITS_128 = 38
-"""Maximum number of digits of a decimal of 128 bits."""
+"""Maximum number of digits of a 128-bit decimal."""
 _MOST_DIGITS_256 = 76
-"""Maximum number of digits of a decimal of 256 bits, the largest decimal of Arrow."""
+"""Maximum number of digits of a 256-bit decimal, the largest in Arrow."""
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
@@ -44,13 +42,13 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type to which Arrow promotes both types; None if Arrow has no such type."""
+    """Return the type to which Arrow promotes both types; None if there is no such type."""
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
     try:
         promoted = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (TypeError, pa.ArrowException):
         return None
-    # For a decimal and a float32, Arrow would choose a float32, which holds few digits of the decimal.
+    # For a decimal and a float32, Arrow would choose float32, which loses digits.
     has_decimal = pt.is_decimal(one) or pt.is_decimal(other)
     return pa.float64() if has_decimal and pt.is_floating(promoted) else promoted
 
@@ -58,7 +56,7 @@ def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Return the common type of two types of which at least one is dictionary-encoded.
 
-    The common type is a dictionary only if the first type is one.
+    It is a dictionary type only if the first type is one.
     """
     value_types = [kind.value_type if pt.is_dictionary(kind) else kind for kind in (one, other)]
     value_type = common_type(*value_types)
@@ -101,9 +99,9 @@ def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _common_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return a struct with the fields of both structs; a field that a struct lacks is null in its values.
+    """Return a struct type with the fields of both struct types; a missing field is null.
 
-    Return None if a struct has two fields of one name, or if a field has no common type.
+    Returns None if a struct has two fields of one name, or if a field has no common type.
     """
     fields: dict[str, pa.Field[Any]] = {}
     for struct in (one, other):
@@ -120,9 +118,9 @@ def _common_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.DataType | None:
-    """Return a timestamp with the finer unit of both; None if only one type has a time zone.
+    """Return a timestamp type with the finer unit of both; None if only one type has a time zone.
 
-    If the time zones differ, the common zone is UTC.
+    If the time zones differ, the result has UTC.
     """
     if (one.tz is None) != (other.tz is None):
         return None
@@ -161,4 +159,4 @@ _KINDS: Sequence[tuple[Callable[[pa.DataType], bool], Callable[[Any, Any], pa.Da
     (pt.is_timestamp, _common_timestamp),
     (lambda kind: pt.is_integer(kind) or pt.is_decimal(kind), _common_exact),
 )
-"""Pairs of a test for a kind of types and a function that returns the common type of two such types."""
+"""For each kind of types, a test and a function that returns the common type of two such types."""

@@ -1,8 +1,8 @@
 """Reads the records of CSV files (RFC 4180). A malformed record fails alone.
 
-DuckDB's reader (2.0) cannot replace this one. It reports line numbers only for rejected records, so a failed
-row could not be placed among the others. It also drops the lines after an unclosed quote, some of them
-without a message, and cannot read Windows code pages. Arrow's reader does not report misplaced quotes.
+DuckDB (2.0) and Arrow have CSV readers too, but these do not fit. DuckDB gives line numbers only for rejected
+records, so a failed row could not keep its place. It also drops the lines after an unclosed quote, some of
+them without a message, and cannot read Windows code pages. Arrow does not report misplaced quotes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from batchrunner.core.files import LONGEST_LINE_BYTES
 from batchrunner.input.text_lines import TOO_LONG, TextRecord
 from batchrunner.job.spec import InputSpec
 
-# The default limit of the csv module is too small, because a field may hold a whole document.
+# A field may hold a whole document, which exceeds the csv module's default limit.
 csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))
 
 _ENCODING_HINT = "set input.encoding; Excel writes cp1252 or utf-16"
 _UNDECODED = re.compile("[\udc80-\udcff]")
-"""Surrogates that stand for bytes that are invalid in the encoding (`errors="surrogateescape"`)."""
+"""Surrogates that replace bytes which are invalid in the encoding (`errors="surrogateescape"`)."""
 _EXCEL_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^"])"?', re.IGNORECASE)
-"""Pattern of a first line that names the delimiter of a CSV file for Excel, such as `sep=;`."""
+"""First line of a CSV file that names the delimiter for Excel, such as `sep=;`."""
 
 
 def delimiter_on(line: str) -> str | None:
-    """Return the delimiter that the first line of a CSV file names for Excel; None if it names none."""
+    """Return the delimiter that a first line such as `sep=;` names for Excel; None for any other line."""
     match = _EXCEL_DELIMITER.fullmatch(line.rstrip("\r\n"))
     return match and match["delimiter"]
 
@@ -37,13 +37,13 @@ def delimiter_on(line: str) -> str | None:
 def csv_table(
     source: io.BufferedReader, path: str, spec: InputSpec, usual_delimiter: str
 ) -> tuple[list[str], Iterator[TextRecord]]:
-    """Return the names of the columns of a CSV file, and its records.
+    """Return the column names of a CSV file, and its records.
 
-    `usual_delimiter` applies unless `input.delimiter` or the file itself names another. Raises InputError for
-    a bad header. The call and the iterator also raise InputError for a quoted value that is never closed, and
-    if no record with non-ASCII characters can be decoded.
+    `usual_delimiter` is used if neither `input.delimiter` nor the file names one. Raises InputError for a bad
+    header. The call and the iterator also raise InputError if a quoted value is never closed, or if no record
+    with non-ASCII characters can be decoded.
     """
-    # Line ends are not translated, because a quoted value may have any of them.
+    # Line ends are kept as they are, because a quoted value may contain any of them.
     text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
     records = _decoded_records(_CsvLines(text), path, spec, usual_delimiter)
     no_header: _Cells = (1, [], "is missing")
@@ -60,13 +60,11 @@ def csv_table(
 
 
 _Cells = tuple[int, list[str], str | None]
-"""Number of a record's first line, its values, and the reason why the record cannot be read (None if it can
-be read).
-"""
+"""Number of a record's first line, its values, and the reason why it cannot be read (None if it can)."""
 
 
 def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[TextRecord]:
-    """Yield records with their values by column; `names` are the names in the header."""
+    """Yield records with values by column; `names` are the names in the header."""
     for line, cells, problem in records:
         size = sum(map(len, cells))
         if problem:
@@ -79,7 +77,7 @@ def _named_records(records: Iterator[_Cells], names: list[str]) -> Iterator[Text
 
 
 def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimiter: str) -> Iterator[_Cells]:
-    """Yield the records. A record with bytes that are invalid in the encoding has a problem.
+    """Yield the records. A record with bytes that are invalid in the encoding gets a reason for its failure.
 
     Raises InputError if no record with non-ASCII characters can be decoded, because the encoding is wrong
     then.
@@ -91,7 +89,7 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
         delimiter = spec.delimiter or excel_delimiter or usual_delimiter
         for line, cells, problem in _records(lines, path, delimiter):
             text = "".join(cells)
-            # ASCII text can be decoded in nearly every encoding, so it does not confirm the encoding.
+            # ASCII is the same in nearly every encoding, so it does not confirm the encoding.
             if text.isascii():
                 yield line, cells, problem
             elif _UNDECODED.search(text):
@@ -110,8 +108,8 @@ def _decoded_records(lines: _CsvLines, path: str, spec: InputSpec, usual_delimit
 def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
     """Yield all records, each with the reason if it cannot be read.
 
-    A misplaced quote fails only the first line of its record. The lines below it are read again as records,
-    because an unclosed quote would otherwise hide all of them.
+    For a misplaced quote, only the first line of the record fails. The lines below it are read again as
+    records, because an unclosed quote would otherwise swallow them all.
     """
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
@@ -129,7 +127,7 @@ def _records(lines: _CsvLines, path: str, delimiter: str) -> Iterator[_Cells]:
             if cells is None:
                 return
             if cells:
-                # An empty line has no cells, and is not a record.
+                # An empty line has no cells, and is no record.
                 yield line, cells, None
 
 
@@ -152,9 +150,9 @@ def _endless_value(path: str, line: int) -> InputError:
 
 
 def _closes_value(line: str, delimiter: str) -> bool:
-    """Tell whether a line that begins inside a quoted value closes it and ends the record as valid CSV."""
+    """Tell whether a line that begins inside a quoted value closes the value and ends the record."""
     try:
-        # With a quote before it, the line is a record of its own, which the strict reader checks.
+        # With a quote in front, the line must be a valid record of its own.
         next(csv.reader([f'"{line}'], delimiter=delimiter, strict=True))
     except csv.Error:
         return False
@@ -162,11 +160,11 @@ def _closes_value(line: str, delimiter: str) -> bool:
 
 
 class _TooLongError(Exception):
-    """Error for a line or a value that is longer than LONGEST_LINE_BYTES."""
+    """A line or a value exceeds LONGEST_LINE_BYTES."""
 
 
 class _CsvLines:
-    """Iterator of the lines of a CSV file.
+    """Iterator over the lines of a CSV file.
 
     The lines of the current record are kept, so that they can be read again.
     """
@@ -174,9 +172,8 @@ class _CsvLines:
     def __init__(self, text: io.TextIOWrapper) -> None:
         self._text = text
         self._record: list[str] = []
-        """Lines of the current record."""
         self._requeued: deque[str] = deque()
-        """Lines to read again, before the next line of the file."""
+        """Lines to read again before the next line of the file."""
         self._number = 0
         """Number of the line that was read last."""
 
@@ -184,13 +181,13 @@ class _CsvLines:
         return self
 
     def __next__(self) -> str:
-        """Return the next line. Raises _TooLongError for a line that is too long, after skipping it."""
+        """Return the next line. A line that is too long is skipped, and raises _TooLongError."""
         line = self._requeued.popleft() if self._requeued else self._text.readline(LONGEST_LINE_BYTES)
         if not line:
             raise StopIteration
         self._number += 1
         self._record.append(line)
-        # `readline` stops at this length, so a line of this length without an end is only a beginning.
+        # `readline` stops at this length, so such a line without an end is incomplete.
         if len(line) == LONGEST_LINE_BYTES and not line.endswith("\n"):
             self._skip_rest_of_line()
             raise _TooLongError
@@ -202,32 +199,32 @@ class _CsvLines:
         return self._number + 1
 
     def requeue_below_first(self) -> None:
-        """Requeue all lines of the current record except the first, so that they are read again."""
+        """Requeue all lines of the current record except the first."""
         lines_below = self._record[1:]
         self._requeued.extendleft(reversed(lines_below))
         self._number -= len(lines_below)
 
     def read_delimiter(self) -> str | None:
-        """Return the delimiter that the first line names for Excel, and skip this line; else return None."""
+        """Return the delimiter of a first line such as `sep=;`, and skip this line; else return None."""
         line = self._text.readline(LONGEST_LINE_BYTES)
         delimiter = delimiter_on(line)
         if delimiter is not None:
             self._number += 1
         elif line:
-            # The line is the header, so it is read again as a record.
+            # Any other first line is the header, so it is read again.
             self._requeued.append(line)
         return delimiter
 
     def skip_long_record(self, delimiter: str) -> bool:
         """Skip the rest of a record that is too long to be read; tell whether its quotes are closed.
 
-        If the quotes are not closed, the lines below cannot be divided into records.
+        If they are not, the lines below cannot be divided into records.
         """
         if self._has_paired_quotes():
-            # The record ends with the line that was too long.
+            # The line that was too long ends the record.
             return True
         while True:
-            # Each further line begins inside a quoted value.
+            # From here on, each line begins inside a quoted value.
             self._record.clear()
             line: str | None
             try:
@@ -235,9 +232,9 @@ class _CsvLines:
             except StopIteration:
                 return False
             except _TooLongError:
-                # The line is too long to check whether it is valid CSV.
+                # The line is too long to be checked as CSV.
                 line = None
-            # Inside a value, quotes come in pairs. An odd number of quotes means that the value has ended.
+            # Quotes inside a value come in pairs. An odd number means that the value has ended.
             ends_value = not self._has_paired_quotes()
             if ends_value:
                 return line is not None and _closes_value(line, delimiter)
@@ -247,7 +244,7 @@ class _CsvLines:
         return sum(line.count('"') for line in self._record) % 2 == 0
 
     def _skip_rest_of_line(self) -> None:
-        """Skip the rest of a line that is too long, but keep its quotes to count them later."""
+        """Skip the rest of a line that is too long, but keep its quotes for counting."""
         while chunk := self._text.readline(LONGEST_LINE_BYTES):
             self._record.append('"' * chunk.count('"'))
             if chunk.endswith("\n"):

@@ -1,7 +1,7 @@
-"""The input files as one sequence of rows, read a bounded batch at a time.
+"""The input files as one sequence of rows, read in batches of limited size.
 
-The ordinal of a row (`row` in the results) counts from 0 over the files in order of their paths. A row has
-the same ordinal in every attempt, so the input needs no ID column.
+Rows are numbered from 0, file by file in the order of the paths. This number (the ordinal, `row` in the
+results) is the same in every attempt, so the input needs no ID column.
 """
 
 import contextlib
@@ -52,11 +52,11 @@ from batchrunner.output.files import scratch_directory
 log = logging.getLogger(__name__)
 
 READERS = 8
-"""Number of files that are opened in parallel. Opening a file on a network file system is mostly waiting."""
+"""Number of files that are opened in parallel: opening a file on a network file system is mostly waiting."""
 BATCH_ROWS = 256
-"""Maximum number of rows in a batch that is read at once."""
+"""Maximum number of rows that are read at once."""
 BATCH_BYTES = 8 << 20
-"""Approximate maximum size in bytes of a batch that is read at once."""
+"""Approximate maximum size in bytes of the rows that are read at once."""
 Row = dict[str, Any]
 """Values of a row by column name."""
 
@@ -67,7 +67,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_ids(kind: pa.DataType) -> bool:
-    """Tell whether a column holds lists of integers."""
+    """Tell whether a column holds lists of integers, such as token ids."""
     return is_list(kind) and pt.is_integer(kind.value_type)
 
 
@@ -78,7 +78,7 @@ def is_bytes(kind: pa.DataType) -> bool:
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
-    """Tell whether a column holds bytes, or lists or structs with bytes in them."""
+    """Tell whether a column holds bytes, also inside lists or structs."""
     return is_bytes(kind) or any(holds_bytes(kind.field(at).type) for at in range(kind.num_fields))
 
 
@@ -87,7 +87,7 @@ class RowBatch:
     """Batch of rows that are read together."""
 
     rows: list[int]
-    """Ordinals of the rows in the whole input, counted from 0."""
+    """Numbers of the rows in the whole input, counted from 0."""
     data: pa.RecordBatch
     """Values of the rows, in the order of `rows`."""
 
@@ -103,14 +103,14 @@ class ColumnSource(Protocol):
         """Return the field of a column; raise InputError, which begins with `where`, if it is unusable."""
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the input file that has a row; None if no such file is on this machine."""
+        """Return the directory of the file with row number `row`; None if the row is in no local file."""
 
 
 def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
     """Return the names and types of the columns that a job can use, in the order of the input."""
     types = {}
     for name in source.schema.names:
-        # For example, the type of a column may differ between files.
+        # A column is unusable, for example, if its type differs between files.
         with contextlib.suppress(BatchrunError):
             types[name] = source.field(name, where="a job").type
     return types
@@ -129,29 +129,28 @@ class Dataset:
         paths: Sequence[str] | None = None,
         batch_rules: BatchRules | None = None,
     ) -> None:
-        """Find the files and read their columns and row groups.
+        """Find the files, and read their columns and row groups.
 
         Files in the run directory `run` are skipped. `storage` has the settings of object stores. `copies` is
-        the directory for the Parquet copies of files in other formats; the default is a temporary directory,
-        which is deleted with this object. `paths` replaces `source.path`. With `batch_rules`, the input is
-        one batch file. Raises InputError if a file is missing or unreadable.
+        the directory for Parquet copies of files in other formats. By default it is a temporary directory,
+        which is deleted with this object. `paths` replaces `source.path`. `batch_rules` means that the input
+        is one batch file. Raises InputError if a file is missing or unreadable.
         """
         if paths is None:
             paths = [source.path] if isinstance(source.path, str) else source.path
-        # This function is kept for `added_files`, which looks for the files of the job once more.
+        # Kept for `added_files`, which searches for the files again.
         self._find = functools.partial(find_files, paths, run, storage)
         self.files = self._open_files(source, copies, batch_rules=batch_rules)
         _unify_json_lines(self.files)
         self._starts = [0, *accumulate(file.rows for file in self.files)]
-        """Ordinal (row number in the input) of the first row of each file, and the number of all rows."""
+        """Row number at which each file begins. The last element is the number of all rows."""
         self.total_rows = self._starts[-1]
-        """Number of rows in all files."""
         for file, start in zip(self.files, self._starts[:-1], strict=True):
             file.begin_at(start)
 
         types_in_paths = partition_types([file.partitions for file in self.files])
         self._paths_by_schema: dict[pa.Schema, str] = {}
-        """Distinct schemas of the files, partition columns included; each with its first file's path."""
+        """Distinct schemas of the files, partition columns included, each with the path of its first file."""
         for file in self.files:
             fields = [*file.schema]
             for name, kind in types_in_paths.items():
@@ -159,24 +158,24 @@ class Dataset:
                     fields.append(pa.field(name, kind))
             self._paths_by_schema.setdefault(pa.schema(fields), file.path)
         self._conflicts: dict[str, str] = {}
-        """Columns without a type that holds the values of all files, each with the reason."""
+        """Columns for which no type fits the values of all files, each with the reason."""
         self.schema = self._common_schema()
-        """All columns. If files disagree on a column's type (`_conflicts`), the type in the first file
-        counts.
-        """
+        """All columns. A column in `_conflicts` has its type in the first file."""
         self.partition_types = {name: self.schema.field(name).type for name in types_in_paths}
-        """Types of the Hive partition columns. If a file lacks such a column, its path gives the value."""
+        """Types of the Hive partition columns, whose values are in the paths of the files."""
         self.has_text_files = any(file.is_text for file in self.files)
-        """Whether any file is CSV or JSON Lines, whose column types come from values or `input.types`."""
+        """Whether any file is CSV or JSON Lines.
+
+        Their columns get types from the values or from `input.types`.
+        """
         has_problems = any(file.has_problems for file in self.files)
-        # If schemas differ, a value of one file may not fit the common type of all files.
+        # If the files have several schemas, a value of one file may not fit the common type of its column.
         self._problem_columns = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
         self._check_text_options(source)
 
     def _open_files(
         self, source: InputSpec, copies: Path | None, *, batch_rules: BatchRules | None
     ) -> list[SourceFile]:
-        """Open all files in parallel; raise InputError if a file is missing or unreadable."""
         fs, paths = self._find()
         if batch_rules and len(paths) > 1:
             raise InputError(
@@ -191,7 +190,7 @@ class Dataset:
             return list(pool.map(open_file, paths))
 
     def _check_text_options(self, source: InputSpec) -> None:
-        """Raise InputError for an option of CSV or JSON Lines that applies to no file or column."""
+        """Raise InputError if the job has a CSV or JSON Lines option that applies to no file or column."""
         text_files = [file for file in self.files if file.is_text]
         columns = dict.fromkeys(name for file in text_files for name in file.schema.names)
         for name in source.types:
@@ -203,7 +202,7 @@ class Dataset:
             if name not in columns:
                 raise unknown_column(InputError, "input.types", name, columns)
         if not any(file.format.kind == "CSV" for file in text_files):
-            # Only options that the job sets itself are checked; the defaults do no harm.
+            # Defaults are not checked, only options that the job sets.
             for name in {"delimiter", "encoding"} & source.model_fields_set:
                 raise InputError(
                     f"input.{name}: applies to CSV, and the input has no such file", hint="leave it out"
@@ -221,7 +220,6 @@ class Dataset:
                 if common is not None:
                     types[field.name] = common
                 elif field.name not in self._conflicts:
-                    # Only the first conflict of each column is kept.
                     self._conflicts[field.name] = (
                         f"{path}: column {field.name!r} is {type_name(field.type)}, "
                         f"but {type_name(earlier)} in {first_path}"
@@ -233,29 +231,29 @@ class Dataset:
         return [file.facts() for file in self.files]
 
     def recognize(self, earlier_facts: Sequence[Mapping[str, Any]]) -> None:
-        """Find out whether the last file of an earlier start of the run has grown since.
+        """Find out whether the last file has grown since an earlier start of the run.
 
-        `earlier_facts` are the `facts()` at that start. Only the last file may grow, because rows appended to
-        another file would change the ordinals of all later rows.
+        `earlier_facts` is the result of `facts()` at that start. Only the last file may grow. Rows appended
+        to another file would change the numbers of all later rows.
         """
         if len(earlier_facts) <= len(self.files):
             last_file_then = self.files[len(earlier_facts) - 1]
             last_file_then.recognize(earlier_facts[-1])
 
     def row_group_ends(self) -> list[int]:
-        """Return, for each row group of all files, the row number in the input at which the next begins."""
+        """Return the row number at which each row group of the input ends (exclusive), over all files."""
         return [end for file in self.files for end in file.starts[1:]]
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if a file has other content now than when it was opened."""
+        """Raise InputChangedError if a file has changed since it was opened."""
         with thread_pool(READERS) as pool:
             list(pool.map(SourceFile.check_unchanged, self.files))
 
     def added_files(self) -> list[str]:
         """Return the paths of files in `input.path` that have grown or appeared since the run started."""
         paths = [file.path for file in self.files if file.has_grown]
-        # The run reads only the files that it found at its start, so it does not matter if `input.path`
-        # matches none now.
+        # It is no error if `input.path` matches no file now, because the run reads the files found at its
+        # start.
         with contextlib.suppress(InputError):
             _, present_paths = self._find()
             paths_at_start = {without_commit(file.path) for file in self.files}
@@ -263,11 +261,10 @@ class Dataset:
         return paths
 
     def field(self, name: str, *, where: str) -> pa.Field:
-        """Return the field of a column; `where` is the job field that errors name.
+        """Return the field of a column; errors name the job field `where`.
 
-        Raises InputError if no file has the column, if a file has the column twice, if no type holds the
-        values of all files, or if Parquet cannot hold the type of the column. In a file that lacks the
-        column, its values are null.
+        Raises InputError if no file has the column, a file has it twice, no type fits the values of all
+        files, or Parquet cannot store its type. In files without the column, its values are null.
         """
         if name not in self.schema.names:
             raise unknown_column(InputError, where, name, self.schema.names)
@@ -289,11 +286,11 @@ class Dataset:
         return field
 
     def notes(self) -> list[str]:
-        """Return sentences for users about the files: how many records fail, why columns became JSON text."""
+        """Return notes on the files for the user, such as the number of unreadable records."""
         return [note for file in self.files for note in file.notes]
 
     def log_notes(self, columns: Iterable[str]) -> None:
-        """Log the notes on the files, and for each of `columns` the first file that lacks the column."""
+        """Log the notes on the files. Also log for each of `columns` the first file that lacks it."""
         for note in self.notes():
             log.warning("%s", note)
         for name in columns:
@@ -303,17 +300,17 @@ class Dataset:
                     break
 
     def directory_of(self, row: int) -> str | None:
-        """Return the directory of the file that has a row; None if the file is not on this machine."""
+        """Return the directory of the file with row number `row`; None if the file is not on this machine."""
         (file,) = self.files_of(BitMap64([row]))
         return str(Path(file.path).absolute().parent) if file.is_local else None
 
     def schema_of(self, columns: Iterable[str]) -> pa.Schema:
-        """Return the schema in which `columns` are read. The last column is PROBLEM if rows may fail."""
+        """Return the schema in which `columns` are read. If rows may fail, the last column is PROBLEM."""
         fields = [pa.field(name, self.schema.field(name).type) for name in columns]
         return pa.schema([*fields, *(pa.field(name, pa.string()) for name in self._problem_columns)])
 
     def read(self, rows: BitMap64, columns: Sequence[str]) -> Iterator[RowBatch]:
-        """Yield `rows` in input order with `columns`, a bounded batch at a time.
+        """Yield these rows in input order, with these columns, in batches of limited size.
 
         Row groups without any of `rows` are not read. Raises InputError if a file cannot be read.
         """
@@ -336,34 +333,34 @@ class Dataset:
 class DatasetReader:
     """Reads rows of a dataset in input order.
 
-    A file stays open until a row of another file is needed, so its footer is parsed once. If the next rows
-    lie ahead in the current row group, reading continues there. So a row group is decoded once, even if it is
-    read in many small ranges.
+    A file stays open until another file is needed, so its footer is parsed once. The next batch of rows
+    usually continues in the current row group, so a row group is decoded once even if it is read in many
+    small ranges.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset
         self._schema = dataset.schema_of(columns)
         self._file: SourceFile | None = None
-        """Input file that is open."""
         self._content: pq.ParquetFile | None = None
-        """Parquet reader of the open file."""
         self._stored: list[str] = []
-        """Columns that are stored in the open file. The values of partition columns come from its path."""
+        """Columns to read from the open file.
+
+        Partition columns are not among them: their values are in its path.
+        """
         self._group: int | None = None
-        """Row group that is being read."""
+        """Index of the current row group; None before its first batch is decoded."""
         self._batches: Iterator[pa.RecordBatch] = iter(())
-        """Batches of the row group that have not been decoded yet."""
+        """Remaining batches of the row group, which are decoded one by one."""
         self._start = 0
-        """Ordinal of the first row in `_data`."""
+        """Row number, in the whole input, of the first row in `_data`."""
         self._data: pa.RecordBatch | None = None
-        """Batch of the row group that was decoded last."""
+        """Batch that was decoded last."""
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield `rows` in input order, as `Dataset.read` does.
+        """Yield `rows` in input order, as `Dataset.read` does; `positions` is ignored.
 
-        `positions` is unused, because only the reader of a sorted copy needs it. Raises InputError if a file
-        cannot be read, and InputChangedError if the content of a file has changed.
+        Raises InputError if a file cannot be read, and InputChangedError if its content has changed.
         """
         del positions
         for file in self._dataset.files_of(rows):
@@ -373,7 +370,8 @@ class DatasetReader:
             except BatchrunError:
                 raise
             except file.read_errors as failure:
-                # If the file was changed, this raises an error that says so.
+                # Reading may have failed because the file was changed; then this raises an error that says
+                # so.
                 file.check_unchanged()
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
@@ -385,7 +383,7 @@ class DatasetReader:
             self._content = None
 
     def _read_file(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
-        """Yield the rows of one file whose ordinals are in `rows`. Partition columns are added later."""
+        """Yield those of `rows` that are in this file, without partition columns."""
         if self._file is not file:
             self.close()
             self._content = file.open()
@@ -397,15 +395,16 @@ class DatasetReader:
             group_rows = range(*starts[group : group + 2])
             rows_in_group = rows & BitMap64(group_rows)
             if rows_in_group:
-                # Batches can only be read onwards, so begin again if a row lies before the current batch.
+                # Batches are decoded in order. For a row before the current batch, the row group is decoded
+                # again.
                 if self._group != group or rows_in_group.min() < self._start:
                     self._begin_group(file, group, group_rows)
                 yield from self._rows_in_group(file, rows_in_group)
 
     def _begin_group(self, file: SourceFile, group: int, group_rows: range) -> None:
-        """Decode the first batch of a row group, whose ordinals are `group_rows`."""
+        """Decode the first batch of a row group; `group_rows` are the numbers of its rows in the input."""
         assert self._content is not None
-        # If decoding fails, `_group` stays None, so that the next call begins the row group again.
+        # `_group` is None until decoding succeeds. After a failure, the next call begins the row group again.
         self._group = None
         size = size_of(self._content.metadata, self._stored, group)
         self._batches = self._content.iter_batches(
@@ -418,32 +417,31 @@ class DatasetReader:
         self._group = group
 
     def _rows_in_group(self, file: SourceFile, rows: BitMap64) -> Iterator[RowBatch]:
-        """Yield `rows` of the current row group.
+        """Yield those of `rows` that are in the current row group.
 
-        None of these rows may lie before the batch that was decoded last.
+        None of them may precede the batch that was decoded last.
         """
         while True:
             assert self._data is not None
             end = self._start + self._data.num_rows
             rows_in_batch = list(rows & BitMap64(range(self._start, end)))
             if len(rows_in_batch) == self._data.num_rows:
-                # All rows of the batch are wanted, so no copy is needed.
+                # The whole batch is wanted, so it is passed on without a copy.
                 yield RowBatch(rows_in_batch, self._data)
             elif rows_in_batch:
                 indices = arrow_array([row - self._start for row in rows_in_batch], pa.int64())
                 yield RowBatch(rows_in_batch, self._data.take(indices))
             if rows.max() < end:
-                # The batch is kept, because the next rows may be in it too.
+                # The next rows may be in this batch too, so it is kept.
                 return
             self._start, self._data = end, self._next_batch(file, end)
 
     def _next_batch(self, file: SourceFile, start: int) -> pa.RecordBatch:
         """Return the next batch of the row group, converted to the schema.
 
-        Its first row has the ordinal `start`. Raises InputChangedError if the file was replaced before the
-        batch was read.
+        `start` is the number of its first row. Raises InputChangedError if the file was replaced meanwhile.
         """
-        # The loop takes only the next batch, because each path through its body returns.
+        # This takes only the next batch: every path through the body returns.
         for data in self._batches:
             file.check_after_reading()
             try:
@@ -455,8 +453,8 @@ class DatasetReader:
     def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
         """Convert a batch in which some values do not fit the types of the schema.
 
-        A value that does not fit becomes null. The column PROBLEM gets the reason for the first such value in
-        each row. `first` is the index in the file of the batch's first row.
+        A value that does not fit becomes null, and the first such value of a row gives a reason in the column
+        PROBLEM. `first` is the index in the file of the batch's first row.
         """
         problems: list[str | None] = [None] * data.num_rows
         columns = {}
@@ -470,14 +468,14 @@ class DatasetReader:
                     row = first + index
                     problems[index] = f"{file.path}: row {row}: column {field.name!r}: {reason}"
         if PROBLEM in columns:
-            # A problem that is stored in the file's Parquet copy takes precedence.
+            # A problem found when the file was copied to Parquet takes precedence.
             stored_problems = columns[PROBLEM].to_pylist()
             problems = [stored or misfit for stored, misfit in zip(stored_problems, problems, strict=True)]
             columns[PROBLEM] = arrow_array(problems, pa.string())
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema)
 
     def _with_partitions(self, data: pa.RecordBatch, file: SourceFile) -> pa.RecordBatch:
-        """Add the Hive partition columns to a batch, with the values in the file's path."""
+        """Add the Hive partition columns, whose values are in the file's path."""
         for index, field in enumerate(data.schema):
             if field.name in self._dataset.partition_types and field.name not in self._stored:
                 value = pa.scalar(file.partitions[field.name], pa.string()).cast(field.type)
@@ -486,12 +484,12 @@ class DatasetReader:
 
 
 def batch_rows(rows: int, size: int) -> int:
-    """Return the number of rows to read at once from a row group with `rows` rows and `size` bytes."""
+    """Return how many rows to read at once from a row group of `rows` rows and `size` bytes."""
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
 def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
-    """Return the values of each row in the columns `names`, or the reason why the row cannot be read."""
+    """Return for each row its values in the columns `names`, or the reason (a text) why it cannot be read."""
     problems: dict[int, str] = {}
     if PROBLEM in batch.data.schema.names:
         texts = enumerate(batch.data.column(PROBLEM).to_pylist())
@@ -504,7 +502,7 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
             problems.setdefault(index, f"column {name!r}: {problem}")
     rows: list[Row | str] = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
     if not names:
-        # zip() yields no row if there is no column.
+        # Without columns, zip() would yield no rows.
         rows = [{} for _ in batch.rows]
     for index, problem in problems.items():
         rows[index] = problem
@@ -512,15 +510,15 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
 
 
 def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
-    """Return the Python values of a column, and a reason for each value that Python cannot represent.
+    """Return the Python values of a column, and the reason for each value that Python cannot represent.
 
-    Such a value becomes None. The keys of the reasons are the indices of these values in the column.
+    The keys of the dict are indices in the column. At these indices, the list has None.
     """
     try:
         token_ids = _integer_lists(column)
         return (list(column.to_pylist()) if token_ids is None else token_ids), {}
     except UNREADABLE:
-        # Some value is unreadable, so convert each value alone.
+        # Some value has no Python form, so each value is converted alone.
         pass
     values: list[Any] = []
     unreadable = {}
@@ -531,21 +529,21 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
             values.append(None)
             reason = str(failure)
             if "zoneinfo" in reason:
-                # Arrow's error says only that the module zoneinfo lacks data.
+                # Arrow only reports that the module zoneinfo lacks data.
                 reason = f"the time zone is unknown on this machine ({column.type})"
             unreadable[index] = f"unreadable value: {reason}"
     return values, unreadable
 
 
 def _integer_lists(column: pa.Array) -> list[list[int]] | None:
-    """Return a column of integer lists without nulls, such as token ids; None for any other column.
+    """Return the values of a column of integer lists, such as token ids; None for any other column.
 
-    This is much faster than `to_pylist`.
+    A column with nulls also gives None. This function is much faster than `to_pylist`.
     """
     kind = column.type
     if not ((pt.is_list(kind) or pt.is_large_list(kind)) and pt.is_integer(kind.value_type)):
         return None
-    # List n has the items from offset n to offset n + 1. A slice of a column does not begin at offset 0.
+    # List n has the items from offset n to offset n + 1. In a slice of a column, the first offset is not 0.
     offsets = _integers(column.offsets)
     first = offsets[0]
     items = column.values.slice(first, offsets[-1] - first)
@@ -556,9 +554,9 @@ def _integer_lists(column: pa.Array) -> list[list[int]] | None:
 
 
 def carried_of(ref: RowRef) -> dict[str, Any]:
-    """Return the values of a row in the columns that are copied into the results (`input.columns`).
+    """Return the values of a row in `input.columns`, the columns that are copied into the results.
 
-    A value that Python cannot represent is shown as text.
+    A value that Python cannot represent is converted to text.
     """
     row = ref.carried.slice(ref.position, 1)
     return {name: shown_values(row.column(index))[0] for index, name in enumerate(row.schema.names)}
@@ -567,13 +565,13 @@ def carried_of(ref: RowRef) -> dict[str, Any]:
 def _integers(column: pa.Array) -> list[int]:
     """Return the values of an integer column without nulls; raise ArrowInvalid if one exceeds 64 bits."""
     numbers = column.cast(pa.int64())
-    # Buffer 1 has the values, of 8 bytes each; an empty column may lack it.
+    # Buffer 1 of an Arrow array has the values. An empty array may lack it.
     data, first = memoryview(numbers.buffers()[1] or b""), numbers.offset
     return data[first * 8 : (first + len(numbers)) * 8].cast("q").tolist()
 
 
 def _unify_json_lines(files: Iterable[SourceFile]) -> None:
-    """Give all JSON Lines files of an input the same schema, because a key may occur in some files only."""
+    """Give all JSON Lines files the same columns, because a key may occur in only some of them."""
     json_files = [file for file in files if file.format.kind == "JSON Lines"]
     if json_files:
         schema = stored_schema(common_schema([file.schema for file in json_files]))

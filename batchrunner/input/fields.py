@@ -1,7 +1,7 @@
-"""Chooses an order of `prompt.fields` in which rows share long prefixes, from a sample of the input.
+"""Orders the columns of `prompt.fields` so that rows share long prefixes, based on a sample of the input.
 
-The idea to reorder the fields of a table for the prefix cache is that of Liu et al., "Optimizing LLM Queries
-in Relational Workloads" (arXiv:2403.05821).
+The idea to reorder the fields of a table for the prefix cache is from Liu et al., "Optimizing LLM Queries in
+Relational Workloads" (arXiv:2403.05821).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -15,14 +15,14 @@ from batchrunner.input.templates import field_line
 LOOKED_AHEAD = 5
 """Number of columns that are tried in pairs at each step of choosing an order.
 
-With this limit, choosing an order of sixty columns takes 6 s. If all pairs were tried, it would take minutes.
+With this limit, sixty columns take 6 s. Trying all pairs would take minutes.
 """
 
 
 def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
     """Return `columns` in the order in which the sampled rows share the longest prefixes.
 
-    The sample has no time limit, because workers that begin together must reach the same decision. Raises
+    Workers that begin together must reach the same decision, so the sample has no time limit. Raises
     InputError if a file cannot be read.
     """
     values: dict[str, list[Hashable]] = {name: [] for name in columns}
@@ -30,11 +30,11 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
     for stretch in stretches(BitMap64(range(dataset.total_rows)), dataset.row_group_ends()):
         for batch in dataset.read(stretch, columns):
             for row in rows_of(batch, columns):
-                # In place of a row that cannot be read, there is the reason as text.
+                # A text in place of values is the reason why the row cannot be read.
                 if not isinstance(row, str):
                     for name in columns:
                         line = field_line(name, row[name])
-                        # Only the equality of lines matters, so hashes save memory.
+                        # A hash is enough to compare lines, and saves memory.
                         values[name].append(hash(line))
                         # A line counts with its line break.
                         lengths[name] += len(line) + 1
@@ -44,24 +44,23 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
 def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str, int]) -> list[str]:
     """Return the columns in an order in which rows share nearly as much text as possible.
 
-    `values` has the values of each column in the sampled rows, and `lengths` the total length of these
-    values. A row shares a column with an earlier row if both have the same values in this column and in all
-    columns before it. So the number of rows that share a column is the number of rows minus the number of
-    different combinations of these values. Each step appends the column that lets rows share most text,
-    together with the best column after it. Only the LOOKED_AHEAD columns that share most by themselves are
-    tried.
+    `values` has the values of each column in the sampled rows, and `lengths` their total length. A row shares
+    a column with an earlier row if both have the same values in this column and all columns before it. So the
+    number of rows that share a column is the number of rows minus the number of distinct combinations of
+    these values. Each step appends the column that shares the most text together with the best column after
+    it. Only the LOOKED_AHEAD columns that share most by themselves are tried.
     """
     ordered: list[str] = []
     remaining = [*values]
     rows = len(next(iter(values.values())))
-    # Each element is a hash of a row's values in the columns that are already in order.
+    # For each row, a hash of its values in the columns that are already in order.
     prefixes: list[Hashable] = [0] * rows
 
     def shared_text(name: str, prefixes: Sequence[Hashable]) -> float:
         """Estimate the length of text that the cache saves if column `name` follows these prefixes.
 
-        A row saves the column's text if an earlier row has the same prefix and the same value. The texts of
-        the rows that save it are assumed to have the column's mean length.
+        A row saves the column's text if an earlier row has the same prefix and the same value. The saved
+        texts are assumed to have the column's mean length.
         """
         combinations = set(zip(prefixes, values[name], strict=True))
         share_of_rows = 1 - len(combinations) / max(1, rows)
@@ -75,7 +74,6 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
 
     while remaining:
         by_shared_text = sorted(remaining, key=lambda name: shared_text(name, prefixes), reverse=True)
-        # `gain` also reads these candidates.
         candidates = by_shared_text[:LOOKED_AHEAD]
         best = max(candidates, key=gain)
         prefixes = [hash(pair) for pair in zip(prefixes, values[best], strict=True)]

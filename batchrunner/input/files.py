@@ -56,28 +56,28 @@ from batchrunner.output.run_json import holds_run
 log = logging.getLogger(__name__)
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-"""Value in the name of a Hive partition directory that stands for null, as Hive and Spark write it."""
+"""Name in a Hive partition directory that stands for null; Hive and Spark write it."""
 READ_BUFFER_BYTES = 1 << 20
-"""Size in bytes of the buffers through which files are streamed."""
+"""Size in bytes of the buffers through which files are read."""
 SAMPLE_BLOCKS = 64
-"""Number of blocks that the digest of a Parquet file of more than 1 MiB covers.
+"""Number of blocks covered by the digest of a Parquet file of more than 1 MiB.
 
-The last block is the end of the file with the footer, which changes with the content. The digest of any other
-file covers all its bytes.
+The last block is the end of the file: the footer in it changes with the content. The digest of any other file
+covers all its bytes.
 """
 SAMPLE_BYTES = 16 << 10
 """Size in bytes of each block that the digest of a large Parquet file covers."""
 _DIGEST = b"batchrunner.digest"
-"""Key of the original file's digest in the metadata of its Parquet copy."""
+"""Metadata key in a Parquet copy for the digest of the original file."""
 _read_notes = msgspec.json.Decoder(list[str])
 COPY_TRIES = 3
-"""Maximum number of attempts to make a Parquet copy in a directory that other processes may delete."""
+"""Maximum number of attempts to make a Parquet copy, because other processes may delete its directory."""
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
 """Commit in a path on the Hugging Face Hub, such as `datasets/OWNER/NAME@COMMIT/data.parquet`."""
 
 
 def at_commit(fs: pafs.FileSystem, path: str) -> str:
-    """Return a path on the Hugging Face Hub, pinned to the current commit of its branch.
+    """Pin a path on the Hugging Face Hub to the current commit of its branch, and return it.
 
     Later commits then do not change the input. `fs` is the file system of `hf://`. Raises errors of
     huggingface_hub, for example if the dataset does not exist or the token gives no access.
@@ -87,7 +87,7 @@ def at_commit(fs: pafs.FileSystem, path: str) -> str:
     hub = fs.handler.fs
     resolved = hub.resolve_path(path)
     if not getattr(resolved, "revision", None):
-        # A bucket of the Hub has no commits, unlike a repository.
+        # A bucket of the Hub has no commits.
         return path
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
     commit = api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision).sha
@@ -96,7 +96,7 @@ def at_commit(fs: pafs.FileSystem, path: str) -> str:
 
 
 def without_commit(path: str) -> str:
-    """Return the path of a file on the Hugging Face Hub without its commit; any other path unchanged."""
+    """Return a path on the Hugging Face Hub without its commit; any other path unchanged."""
     return _COMMIT.sub("", path, count=1)
 
 
@@ -108,7 +108,7 @@ def find_files(
     `paths` are files, directories and globs. Files in the run directory `run` are skipped, unless a path
     matches only such files. `storage` has the settings of object stores.
     """
-    # The keys are resolved paths, so that a file is read once although several paths lead to it.
+    # The keys are resolved paths, so a file that is found by several paths is read once.
     files_by_path: dict[str, str] = {}
     locations = [_locate(name, storage or StorageSpec()) for name in paths]
     fs = locations[0][0]
@@ -125,17 +125,17 @@ def find_files(
                 files, is_directory = _remote_files(fs, path)
         except InputError:
             raise
-        # The path exists but cannot be read, such as a directory without permission.
+        # The path exists but cannot be read, for example for lack of permission.
         except read_errors(fs) as failure:
             raise _inaccessible(name, failure) from None
         outside_run = {real: file for real, file in files.items() if not (run and is_below(real, run))}
-        # If a path has only files of the run, the user wants these, for example to read the results again.
+        # If only files of the run match, the user wants them, for example to read its results again.
         files = outside_run or files
         if is_directory:
             files = _of_one_kind(name, files)
         if not files:
             raise InputError(f"{name}: found no Parquet, CSV, JSON Lines or Arrow file")
-        # A file that several paths name keeps its first name.
+        # If a file is found by several names, the first one is kept.
         files_by_path = files | files_by_path
     for file in files_by_path.values():
         try:
@@ -149,7 +149,7 @@ def find_files(
 
 
 def names_run(path: str, storage: StorageSpec) -> bool:
-    """Tell whether a path is the run directory of a run; raise InputError if the path is inaccessible."""
+    """Tell whether a path is a run directory; raise InputError if the path is inaccessible."""
     if not store_address(path):
         return "://" not in path and holds_run(Path(path))
     fs, directory = _locate(path, storage)
@@ -160,25 +160,24 @@ def names_run(path: str, storage: StorageSpec) -> bool:
 
 
 def _inaccessible(name: str, failure: Exception) -> BatchrunError:
-    """Return the error for a path of the job that cannot be looked up."""
     reason = getattr(failure, "strerror", None) or first_line(failure)
     return or_away(InputError(f"{name}: {reason}"), failure)
 
 
 def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:
-    """Return the classes of errors that a file system raises if it cannot read.
+    """Return the exceptions that a file system raises if it cannot read.
 
-    The file system of another package, such as huggingface_hub's for hf://, raises the errors of the network
-    library that it uses. These can be of any class.
+    A file system of another package, such as huggingface_hub's for hf://, raises exceptions of its network
+    library, which may be of any class.
     """
     return (Exception,) if isinstance(fs, pafs.PyFileSystem) else (OSError, pa.ArrowException)
 
 
 def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
-    """Return the file system of a path or URI of the job, and the path on that file system."""
+    """Return the file system of a path or URI of the job, and the path on it."""
     if "://" not in path_or_uri:
         return pafs.LocalFileSystem(), path_or_uri
-    # Object stores are read by obstore, and all other schemes by pyarrow.
+    # Object stores are read by obstore, all other schemes by pyarrow.
     address = store_address(path_or_uri)
     if address is not None:
         check_client(address, InputError)
@@ -197,10 +196,10 @@ def _locate(path_or_uri: str, storage: StorageSpec) -> tuple[pafs.FileSystem, st
 
 
 def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
-    """Find the files of a local path or glob; also tell whether the path is a directory.
+    """Return the files of a local path or glob, and whether the path is a directory.
 
-    The key of a file is its path with the symbolic links of its directory resolved, so that a file in a
-    directory to which several paths lead is read once. A link that is the file itself is not resolved.
+    The keys are the paths with the symbolic links of directories resolved, so that a file is read once
+    although several paths lead to its directory. A link that is itself the file is not resolved.
     """
     is_directory = path.is_dir()
     if is_directory:
@@ -218,16 +217,16 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
     else:
         hint = None if path.is_absolute() else f"relative paths are looked up in {Path.cwd()}"
         raise InputError(f"{pattern}: no such file or directory", hint=hint)
-    # Only the directory is resolved, so two links in it that lead to the same file are two input files.
+    # Only the directory is resolved: two links in it that lead to the same file are two input files.
     real_directories = {directory: directory.resolve() for directory in {file.parent for file in files}}
     return {str(real_directories[file.parent] / file.name): str(file) for file in files}, is_directory
 
 
 def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the files of a directory that are input: the Parquet files, or else the files of the only kind.
+    """Return the Parquet files of a directory, or else its files, which must be of one kind.
 
-    A directory of Parquet files often has a description in JSON or a list in CSV too. Such files are ignored,
-    with a warning. Raises InputError if the files are of several kinds and none is Parquet.
+    Files of other kinds beside Parquet files, such as a description in JSON, are ignored with a warning.
+    Raises InputError if there are several kinds and none is Parquet.
     """
     files_by_kind: dict[str, dict[str, str]] = {}
     for real_path, path in files.items():
@@ -239,7 +238,7 @@ def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:
     parquet_files = files_by_kind.pop("Parquet", None)
     if parquet_files is not None:
         ignored = sorted(path for other_files in files_by_kind.values() for path in other_files.values())
-        # Files that a run wrote beside its Parquet files, such as report.json, need no warning.
+        # A run writes files such as report.json beside its Parquet files. These need no warning.
         example = next((path for path in ignored if not holds_run(Path(path).parent)), None)
         if example is not None:
             log.warning(
@@ -264,8 +263,8 @@ def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]
         below = _files_below(fs, path)
         files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
     elif "*" in path:
-        # `?` and `[` are no wildcards here, because `?` begins the query of a URI.
-        # `**/` matches any number of directories, and `*` any text without a slash.
+        # The wildcards are `*`, any text without a slash, and `**/`, any number of directories. `?` and `[`
+        # are plain characters here, because `?` begins the query of a URI.
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
         files = [file for file in _files_below(fs, top) if re.fullmatch(pattern, file)]
@@ -278,15 +277,12 @@ def _files_below(fs: pafs.FileSystem, directory: str) -> list[str]:
 
 
 def _hidden(path: PurePath) -> bool:
-    """Tell whether the name of a file, or of a directory in its path, begins with a dot or an underscore."""
+    """Tell whether a file's name, or that of a directory in its path, begins with a dot or an underscore."""
     return any(name.startswith((".", "_")) for name in path.parts)
 
 
 def hive_partitions(path: str) -> dict[str, str | None]:
-    """Return the values of Hive partition columns in a path with directories `name=value`.
-
-    None stands for null.
-    """
+    """Return the partition values in a path with Hive directories `name=value`; None stands for null."""
     partitions: dict[str, str | None] = {}
     for directory in Path(path).parts[:-1]:
         key, separator, value = directory.partition("=")
@@ -304,23 +300,23 @@ def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa
     for name in sorted(set(partitions[0]).intersection(*partitions)):
         values = [values_of_file[name] for values_of_file in partitions]
         texts = [value for value in values if value is not None]
-        # 18 digits fit into 64 bits in any case.
+        # Integers of up to 18 digits always fit into 64 bits.
         are_integers = bool(texts) and all(re.fullmatch(r"-?\d{1,18}", text) for text in texts)
         types[name] = pa.int64() if are_integers else pa.string()
     return types
 
 
 def join_paths(path: str | Sequence[str]) -> str:
-    """Return `input.path`, which may be a list, as one text for error messages and the log."""
+    """Return `input.path` as one text for messages; it may be a list."""
     return path if isinstance(path, str) else ", ".join(path)
 
 
 class SourceFile:
-    """Input file, with the content that it had when it was opened.
+    """An input file, with the content that it had when it was opened.
 
-    A file that is not Parquet is read from a Parquet copy. Reading raises InputChangedError if the content of
-    the file has changed since it was opened: its digest differs. A digest that covers only sampled blocks may
-    miss a change, so for such a file a new modification time also counts as a change.
+    A file in another format is read from a Parquet copy. Reading raises InputChangedError if the file's
+    digest has changed since it was opened. If the digest covers only sampled blocks, a new modification time
+    counts as a change too.
     """
 
     def __init__(
@@ -335,24 +331,23 @@ class SourceFile:
         """Read the schema and the row groups; raise InputError if the file is missing or unreadable.
 
         `copies` is the directory of the Parquet copies. `source` has the options of CSV and JSON Lines files.
-        With `batch_rules`, the file is a batch file, in which each line is a request.
+        `batch_rules` means that the file is a batch file, in which each line is a request.
         """
         self._fs = fs
         self.path = path
         self.is_local = isinstance(fs, pafs.LocalFileSystem)
-        """Whether the file is on this machine."""
         self.read_errors = read_errors(fs)
-        """Classes of errors that its file system raises if the file cannot be read."""
+        """Exceptions that its file system raises if the file cannot be read."""
         self.format = _batch_format(path) if batch_rules else format_of(path)
         self._copies, self._source, self._batch_rules = copies, source, batch_rules
         self.digest = ""
-        """Digest of the file's content; empty until it has been computed."""
+        """Digest of the file's content; empty until it is computed."""
         self.notes: list[str] = []
-        """Sentences for users about the file: how many records fail, and why columns became JSON text."""
+        """Notes on the file for the user, such as the number of unreadable records."""
         self._copy: Path | None = None
-        """Parquet copy that is read in place of a file that is not Parquet."""
+        """Parquet copy of a file in another format; None for a Parquet file."""
         try:
-            # The signature and the size show later whether the file has changed or grown.
+            # A change of the signature or the size shows later that the file has changed or grown.
             self._signature = self._current_signature()
             self._size = int(self._signature[0])
             if self.format.kind == "Parquet":
@@ -371,40 +366,43 @@ class SourceFile:
             self.digest = schema.metadata[_DIGEST].decode()
             self.notes = _read_notes.decode(footer.metadata[NOTES])
         self.has_problems = PROBLEM in schema.names
-        """Whether some records of the file cannot be read."""
         self.schema = pa.schema([field for field in schema if field.name != PROBLEM])
         """Columns of the file, with the types in which they are stored."""
         self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
-        """Number of rows in each row group."""
         self.rows: int = sum(self._group_rows)
-        """Number of rows in the file."""
         self.grown_from: str | None = None
-        """Digest of the file at an earlier start of the run, if rows have been appended since; else None."""
+        """Digest of the file at an earlier start of the run, if rows were appended since then; else None."""
         self.has_grown = False
-        """Whether rows have been appended since the file was opened."""
+        """Whether rows were appended since the file was opened."""
         self.partitions = hive_partitions(path)
         """Values of the Hive partition columns in the file's path (`year=2024/`). None stands for null."""
         self.starts: list[int] = []
-        """Ordinal of the first row of each row group, and the ordinal after the last row."""
+        """Row number, in the whole input, at which each row group begins.
+
+        At the end, the number after the last row.
+        """
 
     def begin_at(self, row: int) -> None:
-        """Compute the ordinals at which row groups start; `row` is the ordinal of the file's first row."""
+        """Set `starts`; `row` is the number of the file's first row in the whole input."""
         self.starts = [*accumulate(self._group_rows, initial=row)]
 
     @property
     def is_text(self) -> bool:
-        """Whether the file is CSV or JSON Lines, where column types come from values or `input.types`."""
+        """Whether the file is CSV or JSON Lines.
+
+        Their columns get types from the values or from `input.types`.
+        """
         return self.format.kind in {"CSV", "JSON Lines"}
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts about the file by which a resumed run recognizes the file."""
+        """Return the facts about the file that are stored, so that a resumed run recognizes the file."""
         facts = {"path": self.path, "rows": self.rows, "digest": self.digest, "size": self._size}
         return facts if self.grown_from is None else {**facts, "grown_from": self.grown_from}
 
     def recognize(self, earlier_facts: Mapping[str, Any]) -> None:
-        """Find out whether rows were appended since an earlier start, and set `grown_from` if so.
+        """Set `grown_from` if rows were appended since an earlier start of the run.
 
-        `earlier_facts` are the file's `facts()` at that start.
+        `earlier_facts` is the result of `facts()` at that start.
         """
         size, digest = earlier_facts.get("size", self._size), earlier_facts["digest"]
         if size < self._size and self._begins_with(size, digest):
@@ -416,40 +414,39 @@ class SourceFile:
             )  # fmt: skip
 
     def _begins_with(self, size: int, digest: str) -> bool:
-        """Return whether the first `size` bytes of the file have this digest and end with a whole line.
+        """Tell whether the first `size` bytes of the file have this digest and end with a whole line.
 
-        Return False for a file to which no lines can be appended, such as a compressed file.
+        The result is False for a file to which no lines can be appended, such as a compressed file.
         """
         if not self._may_grow or self._digest_of(size) != digest:
             return False
         with Path(self.path).open("rb") as file:
-            # The last line break is either the last byte before the appended bytes, or the first appended
-            # byte.
+            # A line break must be the last of these bytes or the first one appended.
             file.seek(size - 1)
             return any(byte in b"\r\n" for byte in file.read(2))
 
     @property
     def _may_grow(self) -> bool:
-        """Whether lines can be appended to the file so that its earlier bytes stay unchanged."""
+        """Whether lines can be appended without changing the bytes before them."""
         return self.is_local and self.is_text and self.format.compression is None
 
     def open(self) -> pq.ParquetFile:
-        """Open the file for reading; raise OSError or ArrowException, or InputChangedError."""
+        """Open the file for reading; raise OSError, ArrowException, or InputChangedError."""
         opened = self._opened()
         self.check_after_reading()
         return opened
 
     def check_after_reading(self) -> None:
-        """Call `check_unchanged`, unless the bytes just read certainly belong to the file that was opened.
+        """Raise InputChangedError if the bytes that were just read may be those of a changed file.
 
-        They certainly do in three cases: nobody changes a Parquet copy, an object store compares the ETag in
+        No check is needed in three cases: nobody changes a Parquet copy, an object store compares the ETag in
         each request, and a commit on the Hugging Face Hub never changes.
         """
         if self._copy is None and not self._e_tag() and without_commit(self.path) == self.path:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if the content of the file has changed, except for appended lines.
+        """Raise InputChangedError if the content of the file has changed. Appended lines are no change.
 
         A file that is missing, or that cannot be read at present, does not count as changed.
         """
@@ -468,8 +465,7 @@ class SourceFile:
                 hint="put the old file back and run the same command again, or give another output.path for "
                 "the new file",
             )
-        # The file may have been touched, replaced by an equal file, or extended. The new signature is kept,
-        # so that the content is not compared again.
+        # The content is the same, or lines were appended. The new signature avoids another comparison.
         self._signature = signature
 
     def _has_same_content(self, signature: tuple[int | str, ...]) -> bool:
@@ -477,13 +473,13 @@ class SourceFile:
         size, modified, *_ = signature
         if size != self._size:
             return False
-        # A sampled digest does not show an edit between its blocks, but the modification time does.
+        # A sampled digest can miss an edit between its blocks, but the modification time shows it.
         if self._is_sampled and modified != self._signature[1]:
             return False
         return self._digest_of(self._size) == self.digest
 
     def _opened(self) -> pq.ParquetFile:
-        """Open the file or its Parquet copy; make the copy again if another process has deleted it."""
+        """Open the file or its Parquet copy. A copy that another process has deleted is made again."""
         if self._copy is None:
             return _open_parquet(self._fs, self.path)
         try:
@@ -497,12 +493,12 @@ class SourceFile:
     def _current_signature(self) -> tuple[int | str, ...]:
         """Return values that change if the file is replaced or written to; raise OSError.
 
-        The first value is the size. The second value is the modification time, or the ETag in an object
-        store.
+        The first value is the size. The second is the modification time, or the ETag in an object store.
         """
         if self.is_local:
             stat = Path(self.path).stat()
-            # The inode shows a file that was replaced, and ctime an edit with the old modification time.
+            # The inode shows that a file was replaced, and ctime that it was edited and its old mtime
+            # restored.
             return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns
         info = self._fs.get_file_info(self.path)
         if info.type == pafs.FileType.NotFound:
@@ -510,7 +506,7 @@ class SourceFile:
         return info.size, self._e_tag() or info.mtime_ns or 0
 
     def _e_tag(self) -> str | None:
-        """Return the ETag that the file had at its last lookup; None outside of an object store."""
+        """Return the ETag at the last lookup of the file; None outside of an object store."""
         e_tags: dict[str, str] = getattr(getattr(self._fs, "handler", None), "e_tags", {})
         return e_tags.get(self.path)
 
@@ -520,10 +516,10 @@ class SourceFile:
         return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
 
     def _digest_of(self, size: int) -> str:
-        """Compute the digest of the first `size` bytes that the file has now.
+        """Return the digest of the file's present first `size` bytes.
 
-        The digest of a large Parquet file covers only sampled blocks. The digest of an object with an ETag
-        covers only the size and the ETag.
+        The digest of a large Parquet file covers only sampled blocks. For an object with an ETag, it covers
+        only the size and the ETag.
         """
         digest = hashlib.sha256(str(size).encode())
         if e_tag := self._e_tag():
@@ -540,11 +536,11 @@ class SourceFile:
         return digest.hexdigest()
 
     def _find_copy(self) -> Path:
-        """Return the path of the file's Parquet copy; make the copy if it does not exist.
+        """Return the path of the file's Parquet copy, and make the copy if it does not exist.
 
         Raises InputError, StorageError, or one of `read_errors`.
         """
-        # The name depends on everything that the content of the copy depends on.
+        # Everything that changes the content of the copy is part of its name.
         options = self._source.types, self._source.delimiter, self._source.encoding
         origin = repr((self.path, self._signature, options, self._batch_rules))
         copy = self._copies / f"{hashlib.sha256(origin.encode()).hexdigest()[:32]}.parquet"
@@ -554,29 +550,28 @@ class SourceFile:
             try:
                 self._make_copy(copy)
             except (FileNotFoundError, StorageError):
-                # Another process of the run may have ended the run and deleted the directory of copies.
+                # Another process of the run may have ended the run, and deleted the directory of copies.
                 was_deleted = not copy.parent.exists()
                 if tries == COPY_TRIES or not was_deleted:
                     raise
         return copy
 
     def _make_copy(self, copy: Path) -> None:
-        """Write the Parquet copy. On a file system with locks, one of several processes writes the copy."""
+        """Write the Parquet copy. If the file system has locks, only one process writes it."""
         with writing(copy):
             make_directory(copy.parent)
         with one_process_at_a_time(copy.with_suffix(".lock"), unfinished=f".{copy.name}*"):
-            # Another process may have written the copy while this one waited.
+            # Another process may have written it while this one waited for the lock.
             if not copy.exists():
-                # If an earlier copy was read, the digest has been computed already.
+                # The digest is known if an earlier copy was read.
                 self.digest = self.digest or self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
-                    # The digest was computed before the rows were read, so the file may have changed in the
-                    # meantime.
+                    # The digest was computed before the rows were read. The file may have changed in between.
                     self.check_unchanged()
 
     def _rows(self) -> Iterator[pa.RecordBatch]:
-        """Yield all rows of a file that is not Parquet; raise InputError if the file cannot be read."""
+        """Yield all rows of a file that is not Parquet; raise InputError if it cannot be read."""
         from batchrunner.input.text_files import batches_of_file  # noqa: PLC0415 - not for Parquet
 
         try:
@@ -594,9 +589,10 @@ class SourceFile:
             raise self._unreadable(failure) from None
 
     def _unreadable(self, failure: Exception) -> BatchrunError:
-        """Return the error for a file that could not be read, with a hint at the likely cause."""
+        """Return the error for an unreadable file, with a hint at the likely cause."""
         name, hint = self.path, None
-        if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):  # hf://
+        # The file is on the Hugging Face Hub (hf://).
+        if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
             name = f"hf://{without_commit(self.path)}"
             hint = "if the dataset's page on the Hub asks for it, request access there, and set HF_TOKEN"
         elif self.format.compression == "zstd" and "too much memory" in str(failure):
@@ -613,7 +609,7 @@ class SourceFile:
 
 
 def head_of(fs: pafs.FileSystem, path: str) -> bytes:
-    """Return the first bytes of a file, by which its compression is recognized; none if it is unreadable."""
+    """Return the first bytes of a file, which show its compression; b"" if the file is unreadable."""
     try:
         with fs.open_input_file(path) as file:
             return bytes(file.read(HEAD_BYTES))
@@ -624,7 +620,8 @@ def head_of(fs: pafs.FileSystem, path: str) -> bytes:
 def format_in(fs: pafs.FileSystem, path: str, name_format: FileFormat) -> FileFormat:
     """Return the format of a file that is not Parquet, with the compression that its first bytes show.
 
-    `name_format` is the format by the file's name. Raises InputError for a compression that cannot be read.
+    `name_format` is the format that the file's name suggests. Raises InputError for a compression that cannot
+    be read.
     """
     head = head_of(fs, path)
     refuse_archive(path, head)
@@ -632,7 +629,7 @@ def format_in(fs: pafs.FileSystem, path: str, name_format: FileFormat) -> FileFo
 
 
 def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
-    # A remote file is read ahead in few large requests, a local one in small blocks through a buffer.
+    # A remote file is read in few large requests, a local one in small blocks.
     is_local = isinstance(fs, pafs.LocalFileSystem)
     return pq.ParquetFile(
         fs.open_input_file(path), pre_buffer=not is_local, buffer_size=READ_BUFFER_BYTES if is_local else 0
@@ -640,8 +637,8 @@ def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
 
 
 def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:
-    """Return the uncompressed size in bytes of `columns` in a row group of a Parquet file."""
-    # Leaf columns have paths that begin with their column, such as `column.list.element`.
+    """Return the uncompressed size in bytes of these columns in a row group of a Parquet file."""
+    # Paths of leaf columns begin with the name of their column, such as `column.list.element`.
     beginnings = tuple(f"{name}." for name in columns)
     leaves = map(footer.row_group(group).column, range(footer.num_columns))
     return sum(
@@ -650,9 +647,9 @@ def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:
 
 
 def _batch_format(path: str) -> FileFormat:
-    """Return the format of a batch file, which is JSON Lines; an ending such as .gz sets the compression.
+    """Return the format of a batch file: JSON Lines, with the compression that an ending such as .gz names.
 
-    Raises InputError if the file's name ends like that of another format. Any other name is allowed.
+    Raises InputError if the name ends like that of another format. Any other name is allowed.
     """
     file_format = known_format(path)
     if file_format is None:
@@ -666,7 +663,7 @@ def _batch_format(path: str) -> FileFormat:
 
 
 def _samples(source: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """Yield evenly spread blocks of a Parquet file; the last block ends with the footer of the file."""
+    """Yield evenly spread blocks of a Parquet file; the last one ends with the file's footer."""
     for block in spread_blocks(size, blocks=SAMPLE_BLOCKS, size=SAMPLE_BYTES):
         source.seek(block.start)
         yield source.read(SAMPLE_BYTES)

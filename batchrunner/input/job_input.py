@@ -1,6 +1,6 @@
-"""Input of a job: its rows, the requests made of the rows, and the division of the rows into leases.
+"""Input of a job: its rows, the requests made from them, and their division into leases.
 
-A lease is a range of rows that one worker of a run with several workers claims at once.
+A lease is a range of rows that one worker claims, if several workers share a run.
 """
 
 from __future__ import annotations
@@ -25,34 +25,42 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 MANY_LEASES = 1000
-"""Target number of leases (ranges of rows that workers claim) of a large run. There are more leases if they
-would otherwise exceed MOST_LEASE_ROWS."""
-LEASES_OF_A_WORKER = 8
-"""Minimum number of leases (ranges of rows that workers claim) for each task of a Slurm array. With several
-leases for each task, fast tasks can do more than slow ones."""
-MOST_LEASES = 16_384
-"""Maximum number of leases (ranges of rows that workers claim) of a run in input order. There is a maximum,
-because every worker lists the files of all leases.
+"""Target number of leases of a large run (a lease is a range of rows that a worker claims).
 
-From 134 million rows on, it takes precedence over MOST_LEASE_ROWS.
+There are more leases if they would otherwise exceed MOST_LEASE_ROWS.
+"""
+LEASES_OF_A_WORKER = 8
+"""Minimum number of leases (ranges of rows that workers claim) per task of a Slurm array.
+
+With several leases for each task, fast tasks can do more than slow ones.
+"""
+MOST_LEASES = 16_384
+"""Maximum number of leases (ranges of rows that workers claim) of a run in input order.
+
+Every worker lists the files of all leases, so there must not be too many. For more than 134 million rows,
+leases therefore exceed MOST_LEASE_ROWS.
 """
 FEWEST_LEASES = 64
-"""Minimum number of leases (ranges of rows that workers claim) of a small run, so that few workers are
-without a lease."""
-LEAST_LEASE_ROWS = 128
-"""Minimum number of rows in a lease (a range of rows that a worker claims), unless a run would have less than
-FEWEST_LEASES leases.
+"""Minimum number of leases (ranges of rows that workers claim) of a small run.
 
-Claiming a smaller lease would take longer than reading its rows.
+With fewer leases, some workers would have no rows.
+"""
+LEAST_LEASE_ROWS = 128
+"""Minimum number of rows in a lease (a range of rows that a worker claims).
+
+Claiming a smaller lease would take longer than reading its rows. Leases are smaller only if a run would
+otherwise have less than FEWEST_LEASES.
 """
 MOST_LEASE_ROWS = 8192
-"""Maximum number of rows in a lease (a range of rows that a worker claims). With larger leases, workers would
-end at very different times."""
+"""Maximum number of rows in a lease (a range of rows that a worker claims).
+
+With larger leases, workers would end at very different times.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class JobInput:
-    """Input of a job after its files, columns and templates have been checked."""
+    """Input of a job, with files, columns and templates already checked."""
 
     job: Job
     dataset: Dataset
@@ -62,7 +70,7 @@ class JobInput:
 
     @property
     def dedupes(self) -> bool:
-        """Whether equal rows at temperature 0 share an answer.
+        """Whether equal rows at temperature 0 share one answer.
 
         They do not if `accept.python` judges an answer together with its row.
         """
@@ -71,21 +79,20 @@ class JobInput:
     def batches(
         self, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
     ) -> Iterator[list[Request | Outcome]]:
-        """Read and render `rows` in input order, a bounded batch at a time; raise InputError.
+        """Yield the requests of `rows` in input order, in batches of limited size; raise InputError.
 
-        `check_stop` is called before each row, and may raise to end the reading.
+        `check_stop` is called before each row, and may raise an exception to stop reading.
         """
         for batch in self.dataset.read(rows, self.renderer.columns):
             yield self.renderer.render(batch, check_stop, [None] * len(batch.rows))
 
     def selected(self, check_stop: Callable[[], None] = lambda: None) -> BitMap64:
-        """Return the ordinals (row numbers) of the first `input.limit` rows for which `input.filter` is true.
+        """Return the numbers of the first `input.limit` rows for which `input.filter` is true.
 
-        A filter that fails on a null counts as false. A row on which the filter fails otherwise, or that
-        cannot be read, is selected too, and ends as a failed row. Only the columns of the filter are read,
-        and reading ends at the limit. `check_stop` is called before each row, and may raise to end the
-        search. Raises InputError if the filter is true for no row, or if it fails on more rows than it is
-        true for.
+        A filter that fails on a null counts as false. A row that cannot be read, or on which the filter fails
+        for another reason, is also selected and becomes a failed row. Only the columns of the filter are
+        read. `check_stop` is called before each row, and may raise an exception to stop. Raises InputError if
+        the filter is true for no row, or if it fails on more rows than it is true for.
         """
         predicate, limit = self.renderer.predicate, self.job.input.limit
         total = self.dataset.total_rows
@@ -124,14 +131,14 @@ class JobInput:
 def lease_rows(rows: int) -> int:
     """Return the approximate number of rows in a lease (a range of rows that a worker claims).
 
-    `rows` is the number of rows of the run. In a Slurm array, the result also depends on the number of tasks
+    `rows` is the number of rows of the run. In a Slurm array, the number of tasks counts too
     (`SLURM_ARRAY_TASK_COUNT`).
     """
     array_tasks = os.environ.get("SLURM_ARRAY_TASK_COUNT", "")
     workers = int(array_tasks) if array_tasks.isdecimal() else 1
     leases = max(MANY_LEASES, LEASES_OF_A_WORKER * workers)
-    # A small run has less than LEAST_LEASE_ROWS rows in a lease, so that it has FEWEST_LEASES leases. The
-    # quotient is rounded up.
+    # Leases of a small run may have less than LEAST_LEASE_ROWS rows, so that there are FEWEST_LEASES leases.
+    # `-(-a // b)` rounds up.
     rows_for_fewest_leases = -(-rows // FEWEST_LEASES)
     least = min(LEAST_LEASE_ROWS, rows_for_fewest_leases)
     size = min(max(rows // leases, least), MOST_LEASE_ROWS)
@@ -139,18 +146,17 @@ def lease_rows(rows: int) -> int:
 
 
 def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
-    """Divide an input of `end` rows into leases (ranges that workers claim).
+    """Divide an input of `end` rows into leases, the ranges that workers claim.
 
-    Each lease has about the same number of the rows in `rows`.
-
-    Return the ordinals at which leases begin, and `end` as the last element.
+    Each lease has about the same number of `rows`. Returns the row number at which each lease begins, and
+    `end` as the last element.
     """
-    # The quotient is rounded up, so that there are at most MOST_LEASES leases.
+    # `-(-a // b)` rounds up, so there are at most MOST_LEASES leases.
     rows_for_most_leases = -(-len(rows) // MOST_LEASES)
     size = max(lease_rows(len(rows)), rows_for_most_leases)
     cuts = [0]
     rows_before, next_rank = 0, size
-    # Selecting a row by its rank takes time that grows with the input, so ranks are counted block by block.
+    # Finding the n-th row of a bitmap takes longer the larger n is, so rows are counted block by block.
     block_size = max(1, -(-end // MOST_LEASES))
     for start in range(0, end, block_size):
         stop = min(end, start + block_size)

@@ -1,4 +1,7 @@
-"""Reads conversations and tools from columns, in OpenAI's or ShareGPT's form, as structs or as JSON text."""
+"""Reads conversations and tools from columns, in OpenAI's or ShareGPT's format.
+
+The values may be structs or JSON texts.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +18,7 @@ from batchrunner.job.prompt import tool_problem
 
 ASSISTANT = "assistant"
 _OPENAI = ("system", "user", ASSISTANT, "tool", "function", "developer", "latest_reminder", "root")
-"""Roles of the chat endpoint of SGLang 0.5.23. Only some models support the last two."""
+"""Roles that SGLang's chat endpoint (0.5.23) accepts. Only some models support the last two."""
 ROLES = {
     **{role: role for role in _OPENAI},
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), ASSISTANT),
@@ -23,13 +26,12 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Roles of the chat endpoint, by the names of roles in OpenAI's and ShareGPT's forms."""
+"""Roles of the chat endpoint, by their names in OpenAI's and ShareGPT's formats."""
 _TEXT_PARTS = {"text", "input_text"}
-"""Types of message parts that are text."""
 
 
 def holds_messages(kind: pa.DataType) -> bool:
-    """Tell whether a column of this type may hold conversations."""
+    """Tell whether a column of this type may hold conversations (texts, or lists of structs)."""
     if not is_list(kind) or not pt.is_struct(kind.value_type):
         return is_text(kind)
     names = {field.name for field in kind.value_type}
@@ -37,16 +39,16 @@ def holds_messages(kind: pa.DataType) -> bool:
 
 
 def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list[dict[str, Any]]:
-    """Return the messages in a row's column for the chat endpoint; raise RowRefusedError if it has none.
+    """Return the messages in a column of a row, in the format of the chat endpoint.
 
-    With `continues`, the last message may be an unfinished answer of the assistant, which the model
-    continues.
+    With `continues`, the last message may be an unfinished assistant message, which the model continues.
+    Raises RowRefusedError if the column has no valid messages.
     """
     label, value = f"prompt: column {column!r}", row[column]
     if value is None:
         raise RowRefusedError(f"{label} is null")
     if isinstance(value, str) and value.strip():
-        # A blank text counts as empty below.
+        # A blank text is treated like an empty list.
         value = _parsed(label, value)
         if not isinstance(value, list):
             raise RowRefusedError(f"{label}: the JSON is not a list of messages")
@@ -56,10 +58,10 @@ def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list
 
 
 def conversation(label: str, row_messages: Sequence[Any], *, continues: bool) -> list[dict[str, Any]]:
-    """Return messages for the chat endpoint; raise RowRefusedError, whose text begins with `label`.
+    """Return messages in the format of the chat endpoint.
 
-    With `continues`, the model continues an assistant message at the end of the conversation. Otherwise
-    assistant messages at the end are dropped.
+    With `continues`, the model continues an assistant message at the end. Otherwise assistant messages at the
+    end are removed. Raises RowRefusedError, whose text begins with `label`, for invalid messages.
     """
     messages = []
     for number, item in enumerate(row_messages, 1):
@@ -75,9 +77,9 @@ def conversation(label: str, row_messages: Sequence[Any], *, continues: bool) ->
 
 
 def _message(item: Any) -> dict[str, Any]:
-    """Return a message with a role of the chat endpoint.
+    """Return a message with the role that the chat endpoint uses.
 
-    Raises ValueError, whose text follows the words "message N has".
+    Raises ValueError. Its text completes the words "message N has".
     """
     if not isinstance(item, Mapping):
         raise ValueError("no role")  # noqa: TRY004 - the data is wrong, not the call
@@ -88,7 +90,7 @@ def _message(item: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
         raise ValueError(f"the unknown role {role!r}" if role else "no role")
     message["role"] = ROLES[role.strip().lower()]
-    # A message that only calls tools needs no content.
+    # A message that only calls tools may lack content.
     if content is not None or not message.get("tool_calls"):
         message["content"] = content if isinstance(content, str) else _joined(content)
     return message
@@ -97,8 +99,8 @@ def _message(item: Any) -> dict[str, Any]:
 def _joined(content: Any) -> Any:
     """Return the content of a message whose `content` is a list of parts.
 
-    If all parts are texts, they are joined by spaces, as SGLang mostly does. For invalid content, raises
-    ValueError with a text that can follow the words "message N has".
+    Texts are joined by spaces, as SGLang mostly does, if there are no other parts. Raises ValueError for
+    invalid content. The error's text completes the words "message N has".
     """
     if not isinstance(content, list) or not content:
         raise ValueError("content that is not text")
@@ -106,7 +108,7 @@ def _joined(content: Any) -> Any:
     if not all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts):
         raise ValueError("a part without a type")
     if not all(part["type"] in _TEXT_PARTS for part in parts):
-        # The message has parts with media, which cannot be joined.
+        # Parts with media cannot be joined, so the list is kept.
         return [*map(_without_null_fields, parts)]
     texts: list[Any] = [part.get("text") for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -115,9 +117,9 @@ def _joined(content: Any) -> Any:
 
 
 def tools_in(column: str, choice: Any, value: Any) -> Tools | None:
-    """Return the tools in a column's value; None if it is null or empty.
+    """Return the tools in a column's value; None if the value is null or empty.
 
-    `choice` is the `tool_choice` of the job. Raises RowRefusedError for an invalid list of tools.
+    `choice` is the job's `tool_choice`. Raises RowRefusedError for an invalid list of tools.
     """
     label = f"prompt.tools: column {column!r}"
     value = _parsed(label, value) if isinstance(value, str) else _without_nulls(value)
@@ -130,7 +132,10 @@ def tools_in(column: str, choice: Any, value: Any) -> Tools | None:
 
 
 def _parsed(label: str, text: str) -> Any:
-    """Return the value of a JSON text; raise RowRefusedError, which begins with `label`, if it is invalid."""
+    """Return the value of a JSON text; raise RowRefusedError if it is invalid.
+
+    The error's text begins with `label`.
+    """
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as failure:
@@ -140,13 +145,13 @@ def _parsed(label: str, text: str) -> Any:
 def _without_null_fields(struct: Mapping[str, Any]) -> dict[str, Any]:
     """Return a struct without its null fields.
 
-    Parquet adds them, because all structs of a column share fields.
+    In Parquet, all structs of a column have the same fields, so missing fields become nulls.
     """
     return {name: value for name, value in struct.items() if value is not None}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without null fields in its structs, at any depth."""
+    """Remove null fields from structs at any depth."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in _without_null_fields(value).items()}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value

@@ -1,4 +1,7 @@
-"""Writes a commented job for a data file (`batchrun init`), whose prompt is the likeliest text column."""
+"""Writes a job file with comments for a data file (`batchrun init`).
+
+The prompt is the likeliest text column.
+"""
 
 import codecs
 import contextlib
@@ -27,15 +30,15 @@ TEXT_NAMES = (
     "prompt", "instruction", "question", "query", "input", "text", "content", "document", "body", "article",
     "message", "source", "review", "comment", "description", "abstract", "title",
 )  # fmt: skip
-"""Common names of a column with the text of the prompt, the likeliest first."""
+"""Common names of a column with prompts, the likeliest first."""
 ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key|sku|no|code|isbn|.*nr)|.*[a-z](Id|ID)")
 """Pattern of the names of columns that identify rows."""
 SAMPLED_ROWS = 1000
-"""Maximum number of rows from which the column of the prompt is chosen."""
+"""Maximum number of rows that are read to choose the column of prompts."""
 SAMPLED_BYTES = 16 << 20
 """Maximum number of bytes from which the delimiter and the encoding of a CSV file are guessed."""
 ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
-"""Encodings of CSV files, in the order in which they are tried. The last encoding decodes any bytes."""
+"""Encodings to try for CSV files, in order. The last one decodes any bytes."""
 ENGINES = {
     "server": """engine:
   kind: server                    # starts an SGLang server here, and ends it with the run
@@ -55,7 +58,7 @@ ENGINES = {
 def new_job(path: str, engine: str, files: str) -> str:
     """Return the YAML text of a job for the data at `path`, with an engine of the kind `engine`.
 
-    `path` is what the job names; `files` is the same data as a path that this process can read. Raises
+    `path` is written into the job; `files` is a path from which this process can read the same data. Raises
     JobError or InputError.
     """
     if engine not in ENGINES:
@@ -101,7 +104,7 @@ def new_job(path: str, engine: str, files: str) -> str:
 
 
 def _csv_options(path: str) -> dict[str, str]:
-    """Return the delimiter and encoding of a CSV file, guessed from its beginning; {} for other formats."""
+    """Guess the delimiter and the encoding of a CSV file from its beginning; return {} for other formats."""
     fs, files = find_files([user_paths(path)])
     file_format = format_of(files[0])
     if file_format.kind != "CSV":
@@ -111,8 +114,8 @@ def _csv_options(path: str) -> dict[str, str]:
     # An error is reported later, when the whole file is read.
     with contextlib.suppress(*read_errors(fs), *DECOMPRESSION_ERRORS):
         content = decompressed(fs.open_input_stream(files[0], compression=None), codec).read(SAMPLED_BYTES)
-    # Take the first encoding that decodes the bytes; the last one decodes any. An incremental decoder does
-    # not fail on a character that the end of the sample cuts in two.
+    # The first encoding that decodes the bytes wins. The decoder is incremental, so that it accepts a
+    # character that the end of the sample cuts in two.
     for encoding in ENCODINGS:
         with contextlib.suppress(UnicodeError):
             text = codecs.getincrementaldecoder(encoding)().decode(content)
@@ -121,17 +124,17 @@ def _csv_options(path: str) -> dict[str, str]:
     excel_delimiter = delimiter_on(header)
     if excel_delimiter is not None:
         return {"delimiter": excel_delimiter, "encoding": encoding}
-    # Guess that the delimiter is the most frequent of these marks in the header. max() returns the first of
+    # The delimiter is likely the most frequent of these characters in the header. max() returns the first of
     # equals, so the usual delimiter is tried first.
     usual_delimiter = "\t" if file_format.ending == ".tsv" else ","
     return {"delimiter": max(f"{usual_delimiter},;\t|", key=header.count), "encoding": encoding}
 
 
 def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, str]:
-    """Return the column of the prompt, and the lines of the job's section `prompt`.
+    """Return the column of prompts, and the lines of the job's section `prompt`.
 
-    `usable` has the columns that a job can use, and `sample` the text columns of some rows. Conversations
-    come first, then texts, then token ids.
+    `usable` has the columns that a job can use, and `sample` the text columns of some rows. Conversations are
+    preferred to texts, and texts to token ids.
     """
     for name, kind in usable.items():
         if holds_messages(kind) and not is_text(kind):
@@ -144,7 +147,7 @@ def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, s
         name for usual_name in TEXT_NAMES for name in texts if name.lower() == usual_name
     ]
     no_id_columns = [name for name in texts if not ID_NAME.fullmatch(name)]
-    # The columns with the most text come first, because they are the likeliest prompts.
+    # Columns with the most text are the likeliest prompts, so they come first.
     no_id_columns.sort(key=lambda name: -sample.column(name).nbytes)
     candidates = [*columns_with_usual_name, *no_id_columns, *texts, *usable]
     name = candidates[0]
@@ -153,5 +156,5 @@ def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, s
 
 
 def _quoted(text: str) -> str:
-    """Return a text in double quotes, valid in JSON and in YAML."""
+    """Quote a text so that it is valid in JSON and in YAML."""
     return json.dumps(text, ensure_ascii=False)

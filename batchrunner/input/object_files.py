@@ -1,4 +1,4 @@
-"""File system of pyarrow for the objects of an object store, read-only, by means of obstore.
+"""Read-only pyarrow file system for an object store; requests are sent by obstore.
 
 The path of an object is `bucket/key`.
 """
@@ -19,20 +19,21 @@ from batchrunner.output.objects import STORE_ERRORS, as_os_error, e_tag_of, open
 
 
 class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no types
-    """File system that has all buckets of one kind of object store."""
+    """File system with all buckets of one kind of object store."""
 
     def __init__(self, scheme: str, storage: StorageSpec) -> None:
         """Prepare access to a kind of store (`scheme`: s3, gs or az). No request is sent yet."""
         self._scheme = scheme
-        # Each bucket is opened once.
+        # `cache` opens each bucket only once.
         self._bucket = cache(lambda name: open_bucket(StoreAddress(scheme, name, ""), storage))
         self.e_tags: dict[str, str] = {}
-        """ETag of each object at its last lookup, by path. A replaced object has another ETag."""
+        """ETag of each object when it was last looked up, by path. A replaced object gets another ETag."""
         self._sizes: dict[str, int] = {}
-        """Size in bytes of each object at its last lookup, by path."""
+        """Size in bytes of each object when it was last looked up, by path."""
         self._listed: dict[str, pafs.FileInfo] = {}
-        """Objects of the last listing, by path. The first lookup of a path takes its entry, and so needs no
-        request.
+        """Objects of the last listing, by path.
+
+        The first lookup of an object takes its entry instead of sending a request.
         """
 
     __hash__ = None  # type: ignore[assignment]
@@ -41,7 +42,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         return isinstance(other, ObjectFiles) and self._scheme == other._scheme
 
     def get_type_name(self) -> str:
-        """Return the name of the file system: the kind of store."""
+        """Return the kind of store."""
         return self._scheme
 
     def normalize_path(self, path: str) -> str:
@@ -51,7 +52,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def get_file_info(self, paths: Sequence[str]) -> list[pafs.FileInfo]:
         """Return the type, size and time of each path; raise OSError.
 
-        A path counts as a directory if it is no key itself, but keys begin with it.
+        A path is a directory if it is not a key itself but keys begin with it.
         """
         return [self._listed.pop(path, None) or self._info(path) for path in paths]
 
@@ -62,14 +63,14 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         # Some tools mark a directory by an empty object whose key ends with a slash.
         objects = [entry for entry in entries if entry["size"] or not entry["path"].endswith("/")]
         infos = [self._record(f"{bucket}/{entry['path']}", entry) for entry in objects]
-        # The next lookup of a listed object takes its entry, and so needs no request.
+        # The next lookup of each listed object then needs no request.
         self._listed |= {info.path: info for info in infos}
         return infos
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open an object for reading from any position; raise OSError."""
         bucket, key = _bucket_and_key(path)
-        # Looking up the object also fills in its size and ETag, which are used below.
+        # `_info` also stores the size and the ETag, which are used below.
         if path not in self._sizes and self._info(path).type != pafs.FileType.File:
             raise FileNotFoundError(path)
         file = _ObjectFile(
@@ -86,7 +87,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
             try:
                 return self._record(path, obstore.head(self._bucket(bucket), key))
             except FileNotFoundError:
-                # There is no such object, but the path may be a directory.
+                # No object has this key, but the path may be a directory.
                 pass
             except STORE_ERRORS as failure:
                 raise as_os_error(failure, path) from None
@@ -94,28 +95,27 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         return pafs.FileInfo(path, pafs.FileType.Directory if is_directory else pafs.FileType.NotFound)
 
     def _objects_below(self, directory: str, most_pages: int | None = None) -> Iterator[Any]:
-        """Yield the objects below a directory.
+        """Yield the objects below a directory; raise OSError if the store cannot be read.
 
-        If `most_pages` is given, at most that many pages of the store's listing are read. Raises OSError if
-        the store cannot be read.
+        At most `most_pages` pages of the store's listing are read; None means all pages.
         """
         bucket, key = _bucket_and_key(directory)
         prefix = f"{key.rstrip('/')}/" if key else None
 
         def list_pages() -> list[Any]:
-            # obstore.list() returns an iterator, which lists page by page.
+            # The listing is read page by page.
             pages = obstore.list(self._bucket(bucket), prefix)
             return list(islice(pages, most_pages))
 
         try:
-            # If the listing breaks off, `read_whole` begins it again.
+            # `read_whole` starts the listing again if it breaks off.
             pages = read_whole(list_pages)
         except STORE_ERRORS as failure:
             raise as_os_error(failure, directory) from None
         return (entry for page in pages for entry in page)
 
     def _record(self, path: str, info: Any) -> pafs.FileInfo:
-        """Remember the ETag and the size of an object, and convert obstore's `info` to pyarrow's FileInfo."""
+        """Store the ETag and the size of an object, and convert obstore's `info` to pyarrow's FileInfo."""
         if e_tag := e_tag_of(info):
             self.e_tags[path] = e_tag
         self._sizes[path] = info["size"]
@@ -129,7 +129,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
 
 
 class _ObjectFile(io.RawIOBase):
-    """Open object. If another object has taken its key, reading fails instead of mixing their bytes."""
+    """Open object. Reading fails if the object has been replaced, so that bytes of two objects never mix."""
 
     def __init__(self, bucket: Any, key: str, *, path: str, size: int, e_tag: str | None) -> None:
         super().__init__()
@@ -153,11 +153,11 @@ class _ObjectFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return up to `size` bytes from the present position; raise OSError if the object was replaced."""
+        """Return up to `size` bytes from the current position; raise OSError if the object was replaced."""
         end = self._size if size < 0 else min(self._position + size, self._size)
         if self._position >= end:
             return b""
-        # With the condition, the store refuses the request if the object has another ETag.
+        # The store refuses the request if the object's ETag has changed.
         options: obstore.GetOptions = {**self._condition, "range": (self._position, end)}
         try:
             data = bytes(read_whole(lambda: obstore.get(self._bucket, self._key, options=options).bytes()))
@@ -168,6 +168,6 @@ class _ObjectFile(io.RawIOBase):
 
 
 def _bucket_and_key(path: str) -> tuple[str, str]:
-    """Return the bucket of a path, and the key in the bucket; "" for the bucket itself."""
+    """Split a path into the bucket and the key; the key of a bucket itself is ""."""
     bucket, _, key = path.partition("/")
     return bucket, key

@@ -1,4 +1,4 @@
-"""Decides the order of a job's rows, with `order: auto` from a sample of the prompts."""
+"""Decides the order of a job's rows; with `order: auto`, from a sample of the prompts."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -13,7 +13,7 @@ from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt
 SAMPLE_S = 60.0
 """Maximum time in seconds for reading the sample, because templates may take long to render."""
 STRETCH_BYTES = 16 << 20
-"""Size in bytes of the prompts of a stretch (consecutive rows of the sample) at which the stretch ends."""
+"""Size of the prompts, in bytes, at which a stretch (consecutive rows of the sample) ends early."""
 
 
 def decide_order(
@@ -21,7 +21,7 @@ def decide_order(
 ) -> OrderDecision:
     """Return the order in which to send `rows`. Raises InputError if a file cannot be read.
 
-    `check_stop` is called before each row of the sample, and may raise to end the decision.
+    `check_stop` is called before each row of the sample, and may raise an exception to stop.
     """
     order = job_input.job.order
     if order != "auto":
@@ -42,7 +42,7 @@ def _read_stretch(
     """Render rows; return their prompts, and keys that are equal if the rows may share one answer.
 
     A row that cannot be rendered has an empty prompt. Reading ends early once the prompts have STRETCH_BYTES
-    in all, or when the monotonic clock reaches `ends_at`.
+    in all, or at the time `ends_at` of the monotonic clock.
     """
     prompts: list[bytes] = []
     keys: list[Hashable] = []
@@ -51,7 +51,7 @@ def _read_stretch(
     for batch in job_input.batches(rows, check_stop):
         for item in batch:
             prompt = b""
-            # The ordinal is unique, so by default a row shares no answer.
+            # The row number is unique, so by default a row shares no answer.
             key: Hashable = item.ref.row
             if not isinstance(item, Outcome):
                 prompt = prompt_bytes(item)

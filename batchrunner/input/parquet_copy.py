@@ -1,7 +1,7 @@
 """Writes the tables and rows of a program, or an input file of another format, as one Parquet file.
 
-The batches of rows may differ in their columns and types. They are first spooled to disk as Arrow streams,
-and written as Parquet once the type of each column is known. Values without a common type become JSON text.
+Batches of rows may differ in columns and types. They are first spooled to disk as Arrow streams, and written
+as Parquet once the type of each column is known. Values without a common type become JSON text.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from batchrunner.output.files import writing
 
 Item = TypeVar("Item")
 UNFIT = (ValueError, TypeError, OverflowError, pa.ArrowException)
-"""Errors that Arrow raises for a value that a type cannot hold."""
+"""Errors that Arrow raises for a value that does not fit a type."""
 VALUE_CHARACTERS = 40
-"""Maximum number of characters of a bad value, or of a type, in a message."""
+"""Maximum length in characters of a bad value, or of a type, in a message."""
 PROBLEM = "\0problem"
 """Column with the reason why a record of a CSV or JSON Lines file cannot be read; null if it can."""
 LINE = "\0line"
 """Column with the line number of each record in a CSV or JSON Lines file. It is not copied to Parquet."""
 AS_JSON = "\0json "
-"""Prefix that marks a column of a batch as JSON text.
+"""Prefix of the name of a column that a batch stores as JSON text.
 
-A batch has such a column if the values of the column have no common type.
+A batch stores a column in this way if its values have no common type.
 """
 MOST_ODD = 0.1
 """Maximum share of odd values in a column of lists or structs.
 
-A value is odd if the type of most values cannot hold it. Up to this share, only the records with odd values
-fail. Above it, the whole column becomes JSON text.
+A value is odd if it does not fit the type of most values. Up to this share, the records with odd values fail.
+Above it, the whole column becomes JSON text.
 """
 NOTES = b"batchrunner.notes"
-"""Key in the metadata of a Parquet copy for the notes on its records, a JSON list of sentences for users."""
+"""Metadata key in a Parquet copy for notes to the user, a JSON list of sentences."""
 MOST_FIELDS = 1000
 """Maximum number of fields of an object in a column of structs.
 
-An object with more fields is taken for a lookup table, and its column becomes JSON text.
+A larger object is likely a lookup table, so its column becomes JSON text.
 """
 BATCH_BYTES = 4 << 20
-"""Size in bytes above which a batch of records is complete."""
+"""Size in bytes at which a batch of records ends."""
 _TEXT = pa.string()
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-"""Arrow's view types, which Parquet cannot hold, and the types that replace them."""
+"""Arrow's view types, which Parquet cannot store, and the types that replace them."""
 _JSON_NAMES = {
     str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object",
 }  # fmt: skip
@@ -71,16 +71,16 @@ def write_parquet(
 ) -> None:
     """Write one or more batches as a Parquet file.
 
-    The batches of a CSV or JSON Lines file hold records: they have the columns PROBLEM and LINE, and may have
-    AS_JSON columns. `source` names this file in messages. Notes on the records are added to the metadata as
-    NOTES. Raises StorageError or ArrowException, and any error of the iterator of batches.
+    Batches of a CSV or JSON Lines file have the columns PROBLEM and LINE, and may have AS_JSON columns.
+    `source` is the name of this file in messages. Notes on its records are added to the metadata as NOTES.
+    Raises StorageError or ArrowException, and any error of the iterator of batches.
     """
     # The types of columns are known only after the last batch, so all batches are first written to a spool.
-    # The spool has one Arrow stream for each batch, because batches may differ in their columns.
+    # Batches may differ in columns, so each is an Arrow stream of its own.
     spool = path.with_name(f"{path.name}.arrows")
     record_columns: dict[str, _RecordColumn] = {}
-    # In batches of records, the type of a column is chosen by counting its values. For other batches, the
-    # common schema follows from the types of the columns.
+    # For records of text files, the values of each column are counted by type. For other batches, the common
+    # schema follows from their schemas.
     schema: pa.Schema | None = None
     try:
         with spool.open("wb") as file:
@@ -113,7 +113,6 @@ def write_parquet(
 
 
 def _count_types(records: pa.RecordBatch, columns: dict[str, _RecordColumn]) -> None:
-    """Add the values of a batch of records to the counts of `columns`."""
     for field, values in zip(records.schema, records.columns, strict=True):
         name = field.name.removeprefix(AS_JSON)
         if name != LINE:
@@ -128,7 +127,7 @@ class _RecordColumn:
         self._without_type = 0
 
     def count(self, values: pa.Array, *, is_json: bool) -> None:
-        """Count values by type. With `is_json`, the values are JSON texts, each with its own type."""
+        """Count values by type; `is_json` means that the values are JSON texts, each with its own type."""
         if not is_json:
             self._counts[values.type] += len(values) - values.null_count
             return
@@ -142,7 +141,7 @@ class _RecordColumn:
                     self._counts[kind] += 1
 
     def main_type(self) -> tuple[pa.DataType, float]:
-        """Return the type that holds most values, and the share of values that this type cannot hold."""
+        """Return the type that holds most values, and the share of values that it cannot hold."""
         # Types that have a common type form a group. The largest group gives the main type.
         groups: list[tuple[pa.DataType, int]] = []
         for kind, count in self._counts.items():
@@ -158,7 +157,7 @@ class _RecordColumn:
         return main_type, (total - main_count) / max(1, total)
 
     def type(self) -> pa.DataType:
-        """Return the type of the column: that of most values, or text if too many values do not fit it.
+        """Return the type of most values, or text if too many values do not fit it.
 
         In a column of lists or structs, a share of up to MOST_ODD may not fit. In any other column, all
         values must fit.
@@ -176,14 +175,10 @@ class _Records:
         self._count = self._failed_count = 0
         self._first_problem = ""
         self._text_causes: dict[str, str] = {}
-        """For each column that became text although most of its values are lists or structs: a description of
-        the first value that is of another type."""
+        """For each column of lists or structs that became text, its first value of another type."""
 
     def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return a batch of records converted to the schema.
-
-        An odd value, which does not fit the type of its column, makes its record fail.
-        """
+        """Convert a batch of records to the schema; a record fails if a value does not fit its column."""
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         lines: list[int] = columns[LINE].to_pylist()
         problems: list[str | None] = columns[PROBLEM].to_pylist()
@@ -192,23 +187,23 @@ class _Records:
                 continue
             column = columns.get(name, pa.nulls(len(lines)))
             json_column = columns.get(f"{AS_JSON}{name}")
-            # All values of the column have the same type, and this type fits, so no value is checked.
+            # All values have the same type, and it fits.
             if json_column is None and _fits(column.type, kind):
                 columns[name] = _as_type(column, kind)
                 continue
             values = column.to_pylist() if json_column is None else _decoded(json_column)
-            # A text column holds any value, as JSON.
+            # A text column holds any value as JSON.
             if pt.is_string(kind):
                 columns[name] = arrow_array([text_of(value) for value in values], kind)
                 self._note_cause(name, lines, values)
                 continue
-            # In any other column, an odd value becomes null and its record fails.
+            # In any other column, a value that does not fit becomes null and its record fails.
             for index, value in enumerate(values):
                 is_odd = value is not None and not _is_of(value, kind)
                 if is_odd:
                     values[index] = None
                     if not problems[index]:
-                        # A record keeps its first problem.
+                        # If a record has several problems, the first one is kept.
                         problems[index] = self._odd_value(lines[index], name, value, kind)
             columns[name] = pa.array(values, kind)
         self._count_failed(problems)
@@ -225,12 +220,9 @@ class _Records:
         return notes
 
     def _note_cause(self, name: str, lines: Sequence[int], values: Sequence[Any]) -> None:
-        """Record the first value that is not of the type of most values, if these are lists or structs.
-
-        Such a value is the reason why the column is text.
-        """
+        """Record the first value that makes a column of lists or structs a text column."""
         main_type, _ = self._columns[name].main_type()
-        # If most values are plain, text is the expected type of a mixed column, and needs no note.
+        # A column of mixed plain values is expected to be text, which needs no note.
         if name in self._text_causes or not pt.is_nested(main_type):
             return
         for line, value in zip(lines, values, strict=True):
@@ -239,11 +231,11 @@ class _Records:
                 return
 
     def _odd_value(self, line: int, name: str, value: Any, kind: pa.DataType) -> str:
-        """Describe a value that does not fit `kind`, the type of its column, with its file and line."""
+        """Describe a value that does not fit its column's type `kind`, with its file and line."""
         return f"{self._source}: line {line}: {_difference(name, value, kind)}"
 
     def _count_failed(self, problems: Sequence[str | None]) -> None:
-        """Count a batch's records. `problems` has an entry for each record: why it failed, or None."""
+        """Count a batch's records; for each record, `problems` has the reason why it failed, or None."""
         for problem in problems:
             self._count += 1
             if problem:
@@ -256,7 +248,7 @@ def _decoded(texts: pa.Array) -> list[Any]:
 
 
 def _type_of(value: Any) -> pa.DataType | None:
-    """Return the type that Arrow infers for a value; None if Arrow cannot hold the value."""
+    """Return the type that Arrow infers for a value; None if Arrow cannot hold it."""
     try:
         return pa.array([value]).type
     except UNFIT:
@@ -264,26 +256,25 @@ def _type_of(value: Any) -> pa.DataType | None:
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Tell whether the type `wanted` can hold all values of the type `kind`."""
+    """Tell whether all values of type `kind` also fit the type `wanted`."""
     return bool(common_type(wanted, kind) == wanted)
 
 
 def _is_of(value: Any, kind: pa.DataType) -> bool:
-    """Tell whether the type that Arrow infers for a value has a common type with `kind`."""
+    """Tell whether a value's type, as Arrow infers it, has a common type with `kind`."""
     value_type = _type_of(value)
     return value_type is not None and common_type(kind, value_type) is not None
 
 
 def _difference(name: str, value: Any, kind: pa.DataType) -> str:
-    """Describe the innermost part of a JSON value that does not fit `kind`, the type of its column."""
+    """Describe the innermost part of a JSON value that does not fit the column's type `kind`."""
     inner_values: list[tuple[str, Any, pa.DataType]] = []
     if isinstance(value, dict) and pt.is_struct(kind):
         fields = [field for field in kind if field.name in value]
         inner_values = [(f"{name}.{field.name}", value[field.name], field.type) for field in fields]
     elif isinstance(value, list) and pt.is_list(kind):
         inner_values = [(f"{name}[{index}]", item, kind.value_type) for index, item in enumerate(value)]
-    # Descend into the first inner value that does not fit its type. If all fit, the value itself has the
-    # wrong type.
+    # Descend into the first part that does not fit. If all parts fit, the value itself has the wrong type.
     for inner_name, inner_value, inner_type in inner_values:
         if inner_value is not None and not _is_of(inner_value, inner_type):
             return _difference(inner_name, inner_value, inner_type)
@@ -291,10 +282,10 @@ def _difference(name: str, value: Any, kind: pa.DataType) -> str:
 
 
 def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
-    """Return the schema with nullable fields, without view types, and with the type `nulls` for null columns.
+    """Return the schema with nullable fields and without view types; null columns get the type `nulls`.
 
-    Dictionary columns get 32-bit indices, because the files of an input may together have too many distinct
-    values for indices of 8 bits.
+    Dictionary columns get 32-bit indices: together, the files of an input may have too many distinct values
+    for 8-bit indices.
     """
     fields = []
     for field in schema:
@@ -321,7 +312,7 @@ def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataTy
     if pt.is_fixed_size_list(kind):
         return pa.list_(_normalized_field(kind.value_field, nulls), kind.list_size)
     if pt.is_map(kind):
-        # Arrow forbids null keys in a map.
+        # Arrow does not allow null keys in a map.
         key = _normalized_field(kind.key_field, nulls).with_nullable(False)
         return pa.map_(key, _normalized_field(kind.item_field, nulls), kind.keys_sorted)
     if pt.is_struct(kind):
@@ -330,11 +321,11 @@ def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataTy
 
 
 def not_for_parquet(kind: pa.DataType) -> str | None:
-    """Return the reason why Parquet, the format of results, cannot hold values of a type; None if it can."""
+    """Return why Parquet, the format of results, cannot store a type; None if it can."""
     try:
         with pa.BufferOutputStream() as sink, pq.ParquetWriter(sink, pa.schema([("a", kind)])) as writer:
             writer.write_table(pa.table([pa.nulls(0, kind)], names=["a"]))
-        # Parquet can write some deeply nested types that it cannot read again.
+        # Parquet can write some deeply nested types that it cannot read back.
         pq.ParquetFile(sink.getvalue())
     except (OSError, pa.ArrowException, NotImplementedError) as failure:
         return first_line(failure)
@@ -347,17 +338,17 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
         return schemas[0]
     types: dict[str, pa.DataType] = {}
     for field in chain.from_iterable(schemas):
-        # The null type has a common type with every type, so it stands for a column that is new.
+        # A new column starts with the null type, which has a common type with every type.
         common = common_type(types.get(field.name, pa.null()), field.type)
         types[field.name] = _TEXT if common is None else common
     return pa.schema(list(types.items()))
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema in which rows are written to Parquet, with text for JSON in place of some types.
+    """Return the schema for writing rows to Parquet; types that it should not store become JSON text.
 
-    These are the types that Parquet cannot hold, and types with an object of more than MOST_FIELDS fields. A
-    column of nulls keeps the null type, because another file may give the column a type.
+    These are the types that Parquet cannot store, and structs of more than MOST_FIELDS fields. A column of
+    nulls keeps the null type, because another file may give it a type.
     """
     fields = []
     for field in schema:
@@ -378,7 +369,7 @@ def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
 
 
 def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Convert a batch to a schema; a column that the batch lacks becomes null.
+    """Convert a batch to a schema; a missing column becomes null.
 
     Raises one of UNFIT if a value does not fit.
     """
@@ -395,14 +386,14 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """Convert a column to a type; also return a complaint about each value that does not fit, by its index.
+    """Convert a column to a type; return it with a complaint about each value that does not fit.
 
-    A value that does not fit becomes null.
+    The complaints are keyed by the index of the value, which becomes null.
     """
     try:
         return _as_type(column, kind), {}
     except UNFIT:
-        # Convert each value alone, to find those that do not fit.
+        # Convert each value alone to find those that do not fit.
         pass
     values: list[pa.Array] = []
     misfits: dict[int, str] = {}
@@ -423,7 +414,7 @@ def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
         return column
     if pt.is_dictionary(kind) and not pt.is_dictionary(column.type):
         column = _as_type(column, kind.value_type).dictionary_encode()
-    # A text column holds other values as JSON, while Arrow's cast would write them in its own notation.
+    # Other values in a text column become JSON. Arrow's cast would print them in its own notation.
     if pt.is_string(kind) and _normalized_type(column.type) not in {kind, pa.large_string()}:
         return pa.array([text_of(value, str) for value in column.to_pylist()], kind)
     try:
@@ -432,7 +423,7 @@ def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
     except pa.ArrowException:
         if not pt.is_nested(kind):
             raise
-        # Arrow cannot cast all nested types, for example list views, so convert by way of Python values.
+        # Arrow cannot cast all nested types, such as list views, so convert by way of Python values.
         converted = pa.array(column.to_pylist(), kind)
     return converted
 
@@ -454,7 +445,7 @@ def in_chunks(
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:
-    """Return an array of values with the type that Arrow infers; JSON texts if they have no common type."""
+    """Return an array with the type that Arrow infers; JSON texts if the values have no common type."""
     try:
         return pa.array(values)
     except UNFIT:
@@ -462,7 +453,7 @@ def array_of(values: Sequence[Any]) -> pa.Array:
 
 
 def json_array(values: Sequence[Any]) -> pa.Array:
-    """Return an array of JSON texts for the values of an AS_JSON column; a null stays null."""
+    """Return an array of JSON texts for values of mixed types; a null stays null."""
     texts = [None if value is None else msgspec.json.encode(value).decode() for value in values]
     return arrow_array(texts, _TEXT)
 
@@ -470,7 +461,7 @@ def json_array(values: Sequence[Any]) -> pa.Array:
 def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | None:
     """Return a value as JSON text; a text and None are returned unchanged.
 
-    `default` converts a value that JSON cannot hold. Without `default`, such a value raises TypeError.
+    `default` converts a value that JSON cannot represent. Without it, such a value raises TypeError.
     """
     if value is None or isinstance(value, str):
         return value

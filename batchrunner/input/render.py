@@ -1,4 +1,4 @@
-"""Renders rows into requests, whose prompts and parameters come from templates and columns."""
+"""Renders rows into requests: prompts and parameters come from templates and columns."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ if TYPE_CHECKING:
     from batchrunner.input.python_prompts import PythonPrompts
 
 _INTEGER_PARAMETERS = {"max_new_tokens", "min_new_tokens", THINKING, "top_k", "sampling_seed"}
-"""Sampling parameters whose values are integers."""
 
 
 class Renderer:
     """Renders the rows of a job into requests.
 
-    `columns` are the input columns that it reads. `kind` is the kind of all prompts; None if a Python
-    function of the job makes the prompts, because each prompt may then be of another kind.
+    `columns` are the input columns that it reads. `kind` is the kind of every prompt (text, messages or token
+    ids). It is None if a Python function of the job makes the prompts, because each may be of another kind.
     """
 
     def __init__(
@@ -62,15 +61,15 @@ class Renderer:
         """Compile the templates and check the columns.
 
         `functions` are the job's Python functions. Raises JobError for bad templates, and InputError for
-        columns that are missing or have a wrong type. The error names all faults at once.
+        columns that are missing or have a wrong type. One error names all faults.
         """
         source, prompt = job.input, job.prompt
         faults = Faults()
 
-        # Where the prompt of a row comes from, and the media files in it.
+        # The job's function `prompt.python`, which makes the prompts; None if the job has no such function.
         self._python: PythonPrompts | None = None
-        # With `prompt.python`, rendering first puts the whole row into a request in place of its prompt.
-        # Later, one call of the user's function makes the prompts of a whole batch of rows.
+        # A request first holds the whole row in place of its prompt. Later, one call of the user's function
+        # makes the prompts of a batch of rows.
         prompts = PromptSource(kind=None, prompt_of=dict, columns=())
         if prompt.python and functions:
             from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
@@ -82,7 +81,7 @@ class Renderer:
                 prompts = _prompt_source(prompt, dataset, functions)
         self.kind = prompts.kind
         self._prompt_of = prompts.prompt_of
-        # The kind is provisional if a Python function makes the prompts.
+        # With `prompt.python`, this kind is provisional: the function decides it row by row.
         self._request_kind: PromptKind = self.kind or "messages"
         self._media: MediaPrompts | None = None
         if prompt.media:
@@ -91,9 +90,8 @@ class Renderer:
             with faults.collect():
                 self._media = MediaPrompts(prompt, dataset, prompts.prompt_of, prompts.printed)
 
-        # Sampling parameters: the values that all rows share, and the columns of the values that may differ
-        # from row to row. Both stay empty for tasks that generate no tokens, because their requests have no
-        # sampling parameters.
+        # Sampling parameters that all rows share, and those that come from a column of the row. Tasks that
+        # generate no tokens have neither.
         self._sampling: dict[str, Any] = {}
         self._sampling_columns: dict[str, str] = {}
         with faults.collect():
@@ -101,7 +99,7 @@ class Renderer:
             if answers.task is None:
                 self._sampling, self._sampling_columns = shared_parameters, columns_by_parameter
 
-        # The other fields of requests, with values from columns or with the same value for all rows.
+        # The other fields of requests: a value for all rows, or a column with the value of each row.
         self._row_fields: dict[str, ByColumn] = {}
         self._shared_fields: dict[str, Any] = {
             "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
@@ -115,16 +113,16 @@ class Renderer:
                 else:
                     self._shared_fields[field] = value
 
-        # The filter, and the columns that `accept.expression` reads.
+        # Compiled `input.filter`; None if the job has no filter.
         self.predicate: Predicate | None = None
         self._expression_columns: Sequence[str] = []
         self._compile_expressions(job, dataset.schema.names, faults)
         self._last_fields: tuple[Any, ...] | None = None
-        """Values of all fields of a request after `sampling`; None if they may differ from row to row."""
+        """Values of the request fields after `sampling`; None if they may differ between rows."""
         if not (self._row_fields or self._expression_columns or self._media):
             self._last_fields = tuple({**Request._field_defaults, **self._shared_fields}.values())
 
-        # These columns are read: some are used for requests, some are copied into the results.
+        # Columns to read, for requests or to be copied into the results.
         self._used = self._columns_used(prompts)
         self.carried_schema = pa.schema([])
         with faults.collect():
@@ -133,13 +131,12 @@ class Renderer:
         self._carried = [*source.columns]
         self._carried_names = source.carried_names
         self.columns = sorted({*self._used, *self._carried})
-        # A function that gets an answer and its row may read any column. Rows with unreadable values in any
-        # column must fail here, before they are sent.
+        # A Python function that gets an answer with its row may read any column. If a column of a row cannot
+        # be read, the row must therefore fail before it is sent.
         if takes_row(functions):
             self._used = self.columns
 
     def _compile_expressions(self, job: Job, columns: Sequence[str], faults: Faults) -> None:
-        """Compile `input.filter`, and find the columns that `accept.expression` reads."""
         with faults.collect():
             if job.input.filter is not None:
                 self.predicate = Predicate(job.input.filter, where="input.filter", available=columns)
@@ -158,7 +155,7 @@ class Renderer:
         return sorted(used)
 
     def carried(self, batch: RowBatch) -> pa.RecordBatch:
-        """Return the columns of a batch that are copied into the results, under their names there."""
+        """Return the columns of a batch that are copied into the results, with their names in the results."""
         return batch.data.select(self._carried).rename_columns(self._carried_names)
 
     def render(
@@ -167,11 +164,11 @@ class Renderer:
         is_stopped: Callable[[], object] = lambda: False,
         digests: list[bytes | None] | None = None,
     ) -> list[Request | Outcome]:
-        """Return a request for each row of a batch, in order, or an Outcome if the row cannot be rendered.
+        """Return a request for each row of a batch, or an Outcome if the row cannot be rendered.
 
-        `is_stopped` is called before each row. Once it returns true, the rest of the batch is dropped; it may
-        raise instead. `digests` is a list with one element for each row. Requests keep a reference to it, so
-        that the digest of a request can be stored there later.
+        `is_stopped` is called before each row. If it returns true, the remaining rows are left out; it may
+        raise instead. `digests` is a list with one element for each row. Each request keeps a reference to
+        the list, so that the request's digest can be stored there later.
         """
         carried = self.carried(batch)
         items: list[Request | Outcome] = []
@@ -186,15 +183,14 @@ class Renderer:
         return items if self._python is None else self._python.fill(items, is_stopped)
 
     def _request(self, ref: RowRef, row: Row | str) -> Request:
-        """Return the request of a row; raise RowRefusedError.
+        """Return the request of a row; raise RowRefusedError if there is none.
 
-        If the row cannot be read, `row` is the reason as text.
+        A text as `row` is the reason why the row cannot be read.
         """
         if isinstance(row, str):
             raise RowRefusedError(row)
         if self.predicate is not None:
-            # The row passed the filter, or the filter failed on it. A failing filter raises its error here;
-            # the value of the filter no longer matters.
+            # Only rows on which the filter is true or fails get here. If it fails, it raises its error again.
             self.predicate(row)
         media: tuple[PromptFile, ...] = ()
         if self._media is None:
@@ -203,14 +199,15 @@ class Renderer:
             prompt, media = self._media.prompt(ref.row, row)
         sampling = self._sampling
         if isinstance(prompt, RequestBody):
-            # The body has its own sampling parameters. Only its limits are also needed outside of it.
+            # The prompt is a whole request body with its own sampling parameters. Outside of the body, only
+            # the limit of output tokens is needed.
             sampling = {"max_new_tokens": prompt.most_tokens}
             if prompt.most_thinking is not None:
                 sampling[THINKING] = prompt.most_thinking
         if self._sampling_columns:
             sampling = {**sampling, **self._sampling_of(row)}
         if self._last_fields is not None:
-            # `_make` is faster than keyword arguments, and the rows of most jobs are rendered here.
+            # `_make` is faster than keyword arguments. Most jobs render all their rows here.
             return Request._make((ref, self._request_kind, prompt, sampling, *self._last_fields))
         row_fields = {name: field.of(row[field.column]) for name, field in self._row_fields.items()}
         if self._expression_columns:
@@ -226,19 +223,19 @@ class Renderer:
         )
 
     def _sampling_of(self, row: Row) -> dict[str, Any]:
-        """Return the sampling parameters that a row's columns give; a null leaves the default."""
+        """Return the sampling parameters that come from columns of the row; a null means the default."""
         values = {name: row[column] for name, column in self._sampling_columns.items()}
         return {name: _parameter_in(name, value) for name, value in values.items() if value is not None}
 
 
 def _parameter_in(name: str, value: Any) -> Any:
-    """Return the value of a sampling parameter from a column's value; raise RowRefusedError if unusable."""
+    """Convert a column's value to a sampling parameter; raise RowRefusedError if it is unusable."""
     if not isinstance(value, float):
         return value
     is_integer_parameter = name in _INTEGER_PARAMETERS
     fits_into_64_bits = abs(value) < 1 << 63
     if is_integer_parameter and value.is_integer() and fits_into_64_bits:
-        # pandas turns a column of integers with a null into floats.
+        # pandas converts integer columns with nulls to floats.
         return int(value)
     if is_integer_parameter or not math.isfinite(value):
         raise RowRefusedError(f"sampling.{name}: {value} is not a valid value")
@@ -249,19 +246,17 @@ class PromptSource(NamedTuple):
     """Function that makes the prompts of rows, with the columns that it reads."""
 
     kind: PromptKind | None
-    """Kind of all prompts; None if it may differ from row to row."""
+    """Kind of all prompts; None if it may differ between rows."""
     prompt_of: Callable[[Row], Any]
-    """Function that returns the prompt of a row."""
     columns: Sequence[str]
-    """Columns that `prompt_of` reads."""
     printed: frozenset[str] = frozenset()
-    """Columns whose values a template inserts into the prompt."""
+    """Columns whose values a template prints into the prompt."""
 
 
 def _carried_schema(source: InputSpec, dataset: ColumnSource, used: Sequence[str]) -> pa.Schema:
-    """Return the schema of the columns that are copied into the results, under their names there.
+    """Return the schema of the columns that are copied into the results, with their names in the results.
 
-    Raises InputError if one of these columns, or a column in `used`, is missing or unusable.
+    Raises InputError if one of these columns, or one in `used`, is missing or unusable.
     """
     fields, faults = [], Faults()
     for name in used:
@@ -275,12 +270,15 @@ def _carried_schema(source: InputSpec, dataset: ColumnSource, used: Sequence[str
 
 
 def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, functions: HookPool | None) -> PromptSource:
-    """Return the source of a job's prompts; raise JobError or InputError for a bad template or column."""
+    """Return the function that makes a job's prompts.
+
+    Raises JobError or InputError for a bad template or column.
+    """
     if prompt.rollout and functions:
         from batchrunner.input.python_prompts import columns_given  # noqa: PLC0415 - few jobs have one
 
         names = columns_given(functions.facts[ROLLOUT], dataset)
-        # The function of a rollout gets the row, so the row takes the place of the messages.
+        # The function of a multi-turn rollout gets the whole row instead of messages.
         return PromptSource(
             kind=None, prompt_of=lambda row: [{name: row[name] for name in names}], columns=names
         )
@@ -304,7 +302,7 @@ def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, functions: HookPoo
 
 
 def _prompt_in(column: str, row: Row) -> Any:
-    """Return the prompt in a column; raise RowRefusedError if it is null or empty."""
+    """Return the prompt in a column; raise RowRefusedError if the value is null or empty."""
     value = row[column]
     if value is None:
         raise RowRefusedError(f"prompt: column {column!r} is null")
@@ -314,16 +312,15 @@ def _prompt_in(column: str, row: Row) -> Any:
 
 
 class _MessageSource(NamedTuple):
-    """Jinja2 source of a message, or of a whole prompt."""
+    """Jinja2 source of a message or of a whole prompt."""
 
     field: str
-    """Key in the job's section `prompt` under which the source is written, such as `template`."""
+    """Key in the job's section `prompt` that has the source, such as `template`."""
     role: str
     source: str
 
 
 def _message_sources(prompt: PromptSpec) -> list[_MessageSource]:
-    """Return the Jinja2 source of each message of a job, or the single source of its whole prompt."""
     if isinstance(prompt.messages, list):
         return [
             _MessageSource(field=f"messages.{index}.content", role=message.role, source=message.content)
@@ -338,7 +335,7 @@ def _message_sources(prompt: PromptSpec) -> list[_MessageSource]:
 
 
 def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
-    """Compile the templates of a job's messages or whole prompt; raise an error with all faults."""
+    """Compile the templates of a job's messages or whole prompt; one error names all faults."""
     sources = _message_sources(prompt)
     available = [*dataset.schema.names, *([FIELDS] if prompt.fields else [])]
     templates: list[tuple[str, Template]] = []
@@ -353,26 +350,26 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
     faults.raise_all()
     columns = {name for _, template in templates for name in template.columns}
     if not columns:
-        # The user may have written {column} in place of {{ column }}.
+        # The user may have written {column} instead of {{ column }}.
         _refuse_single_braces(str(sources), dataset)
     kind: PromptKind = "messages" if prompt.text is None else "text"
     prompt_of: Callable[[Row], Any] = partial(_messages, templates)
     if prompt.text is not None:
-        # The whole prompt is one text, so it has a single template.
+        # A prompt that is one text has a single template.
         ((_, text_template),) = templates
         prompt_of = text_template.render
     if prompt.fields:
         fields = prompt.fields.columns
         _check_fields(fields, dataset, columns)
         prompt_of = partial(with_fields, prompt_of, fields)
-        # The templates read the variable FIELDS in place of the columns that it shows.
+        # Templates do not name the columns in `prompt.fields`. They read all of them by the variable FIELDS.
         columns = columns - {FIELDS} | {*fields}
     printed = frozenset(name for _, template in templates for name in template.printed)
     return PromptSource(kind=kind, prompt_of=prompt_of, columns=sorted(columns), printed=printed)
 
 
 def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
-    """Raise JobError if a column stands in single braces, such as `{text}`, in templates without columns.
+    """Raise JobError if templates use no column but have a column's name in single braces, such as `{text}`.
 
     Otherwise all rows would have the same prompt.
     """
@@ -383,9 +380,9 @@ def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
 
 
 def _check_fields(fields: list[str], dataset: ColumnSource, template_columns: set[str]) -> None:
-    """Raise JobError or InputError if the columns `fields` of `prompt.fields` cannot be shown.
+    """Raise JobError or InputError if a template cannot print the columns in `prompt.fields`.
 
-    `template_columns` are the columns that templates use, with FIELDS for `{{ fields }}`.
+    `template_columns` are the variables that templates use. FIELDS is among them for `{{ fields }}`.
     """
     if FIELDS in dataset.schema.names:
         raise JobError(
@@ -405,7 +402,7 @@ def _messages(templates: Sequence[tuple[str, Template]], row: Row) -> list[dict[
 
 
 def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
-    """Raise InputError if a column holds bytes, because a prompt would show them as "b'…'"."""
+    """Raise InputError if a column holds bytes, which a template would print as "b'…'"."""
     kind = dataset.field(name, where=where).type
     if holds_bytes(kind):
         raise InputError(
@@ -417,13 +414,11 @@ def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
 def _check_type(
     dataset: ColumnSource, name: str, *, where: str, fits: Callable[[pa.DataType], bool], expected: str
 ) -> None:
-    """Raise InputError if a column is missing, or if its type is not one that `fits` accepts.
+    """Raise InputError if a column is missing or has a wrong type; `expected` names the right types.
 
-    `expected` names the types that fit. A column that holds only nulls or empty lists always passes, because
-    its values are checked row by row.
+    A column with only nulls or empty lists passes, because its values are checked row by row.
     """
     kind = dataset.field(name, where=where).type
-    # In a list of nulls, or a list that is always empty, the items have the null type.
     item_kind = kind.value_type if is_list(kind) else kind
     if not (pt.is_null(item_kind) or fits(kind)):
         raise InputError(
@@ -433,19 +428,19 @@ def _check_type(
 
 
 class ByColumn(NamedTuple):
-    """Field of a request whose value comes from a column."""
+    """Request field whose value comes from a column."""
 
     column: str
     of: Callable[[Any], Any]
-    """Function that converts the column's value into the field's value; it may raise RowRefusedError."""
+    """Converts the column's value into the field's value; may raise RowRefusedError."""
 
 
 def _other_fields(job: Job, dataset: ColumnSource) -> dict[str, Any]:
-    """Return the LoRA adapter, tools and items of requests, each a ByColumn or the value for all rows.
+    """Return the values of the request fields for LoRA adapter, tools and items.
 
-    Raises InputError with all faults.
+    A field has one value for all rows, or is a ByColumn. One InputError names all faults.
     """
-    # Each value is made by a function, so that an error of one does not hide the errors of the others.
+    # Each value is made by a function, so that one error does not hide the others.
     value_makers: dict[str, Callable[[], Any]] = {
         "lora_path": lambda: _lora_path(job.sampling),
         "tools": lambda: _tools(job.prompt, job.sampling, dataset),
@@ -465,7 +460,7 @@ def _lora_path(sampling: SamplingSpec) -> ByColumn | str | None:
 
 
 def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) -> ByColumn | Tools | None:
-    """Return the tools that the model may call in a chat, or the column with the tools of each row."""
+    """Return the tools of a chat, or the column that has the tools of each row."""
     choice = sampling.tool_choice
     if isinstance(prompt.tools, str):
         expected = "lists of tools, or JSON texts of such lists"
@@ -477,13 +472,13 @@ def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) ->
             expected=expected,
         )
         return ByColumn(prompt.tools, partial(tools_in, prompt.tools, choice))
-    # A `tool_choice` without tools is passed on, too.
+    # A `tool_choice` without tools is passed on to the server.
     has_tools = prompt.tools is not None or choice is not None
     return Tools(prompt.tools, choice) if has_tools else None
 
 
 def _items(prompt: PromptSpec, dataset: ColumnSource) -> ByColumn | tuple[str, ...]:
-    """Return the choices or documents that are combined with each prompt, or the column that has them."""
+    """Return the choices or documents for all prompts, or the column that has those of each row."""
     field = "choices" if prompt.documents is None else "documents"
     value = getattr(prompt, field) or ()
     if not isinstance(value, str):
@@ -494,9 +489,9 @@ def _items(prompt: PromptSpec, dataset: ColumnSource) -> ByColumn | tuple[str, .
 
 
 def _items_in(label: str, value: str | list[Any] | None) -> tuple[str, ...]:
-    """Return the choices or documents in a column's value; raise RowRefusedError if one is missing.
+    """Return the choices or documents in a column's value.
 
-    `label` names the column in the error.
+    Raises RowRefusedError, which names the column `label`, if one is missing.
     """
     items = (value,) if isinstance(value, str) else tuple(value or ())
     if not items or not all(items):
@@ -518,17 +513,17 @@ _COLUMN_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "stop_token_ids": (is_ids, "lists of integers"),
     "ignore_eos": (pt.is_boolean, "booleans"),
 }
-"""Required type of a column, by the sampling parameter whose values the column has.
+"""Required type of the column of a sampling parameter.
 
-Each entry is a test of the type and the type's name in messages. The columns of all other parameters must
+Each entry is a test of the type, and the type's name in messages. The columns of all other parameters must
 hold numbers.
 """
 
 
 def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters that all rows share, and the column of each parameter that comes from a column.
+    """Return the sampling parameters that all rows share, and the column of each other parameter.
 
-    Raises InputError if such a column is missing or has a wrong type.
+    Raises InputError if a column is missing or has a wrong type.
     """
     shared: dict[str, Any] = {}
     columns: dict[str, str] = {}
@@ -540,17 +535,17 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             with faults.collect():
                 _check_type(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
         if name in {"lora_path", "tool_choice"}:
-            # These are fields of a request, not sampling parameters.
+            # These fields are not sampling parameters.
             continue
         if isinstance(value, FromColumn):
             columns[name] = value.column
-            # Rows with a null in the column get the default.
+            # A row with a null in the column gets the default.
             value = field.default
         if value is not None:
             shared[name] = value
     faults.raise_all()
     if isinstance(shared.get("json_schema"), dict):
-        # SGLang takes a schema as text.
+        # SGLang expects the schema as text.
         shared["json_schema"] = orjson.dumps(shared["json_schema"]).decode()
     if shared["n"] == 1:  # SGLang's own default
         del shared["n"]

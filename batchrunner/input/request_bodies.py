@@ -1,4 +1,4 @@
-"""Reads the bodies of requests in OpenAI's format, as batch files have them, and makes the bodies to send."""
+"""Reads request bodies in OpenAI's format, as in batch files, and makes the bodies to send."""
 
 from typing import Any
 
@@ -28,22 +28,22 @@ _PLAIN_PROMPTS = {
 }
 """Fields with prompts that reach the model without a chat template, by endpoint."""
 _WITHOUT_DECODING = {EMBEDDINGS_PATH, CLASSIFY_PATH, SCORE_PATH, RERANK_PATH}
-"""Endpoints whose answers have no output tokens."""
+"""Endpoints that generate no output tokens."""
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 """Fields with the limit of output tokens. The first one takes precedence."""
 CHAT_TOKENS = 1024
-"""Estimated number of output tokens of a chat without a limit."""
+"""Estimated output tokens of a chat without a limit."""
 COMPLETION_TOKENS = 16
-"""Number of output tokens of a completion without a limit, SGLang's default for this endpoint."""
+"""Output tokens of a completion without a limit: SGLang's default for this endpoint."""
 THINKING_BUDGET = "thinking_budget"
-"""Key in `custom_params` by which SGLang's chat endpoint limits the tokens of thinking."""
+"""Key in `custom_params` that limits the thinking tokens in SGLang's chat endpoint."""
 _STREAMED = ("stream", "stream_options")
 """Fields that are not sent, because answers are not streamed."""
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def request_of(row: dict[str, Any]) -> RequestBody:
-    """Return the request of a row of a batch file. Values in its body keep their JSON text."""
+    """Return the request in a row of a batch file. Values in its body stay raw JSON."""
     fields = fields_of(row[BODY].encode())
     model = fields.pop("model", None)
     for name in _STREAMED:
@@ -61,19 +61,19 @@ def request_of(row: dict[str, Any]) -> RequestBody:
 
 
 def fields_of(content: bytes) -> dict[str, msgspec.Raw]:
-    """Return the JSON text of each field of a JSON object."""
+    """Return the raw JSON of each field of a JSON object."""
     return _read_fields.decode(content)
 
 
 def with_model(body: RequestBody, model: str | None) -> bytes:
-    """Return the JSON of a body, with the name `model` added; unchanged if `model` is None."""
+    """Return the JSON of a body with the field `model` set; unchanged if `model` is None."""
     if model is None:
         return body.content
     return msgspec.json.encode({"model": model, **fields_of(body.content)})
 
 
 def prompt_of(body: RequestBody) -> bytes:
-    """Return the JSON of the PROMPT_FIELDS of a body; bodies are compared by it to find common prefixes."""
+    """Return the JSON of a body's PROMPT_FIELDS, by which bodies are compared to find common prefixes."""
     fields = fields_of(body.content)
     return b"".join(fields[name] for name in PROMPT_FIELDS if name in fields)
 
@@ -81,21 +81,21 @@ def prompt_of(body: RequestBody) -> bytes:
 def prompts_in(body: RequestBody) -> list[Any]:
     """Return the prompts to which no chat template is applied, as texts and lists of token ids.
 
-    A field may hold several prompts in a list. An invalid prompt is left out, because the server refuses the
-    request.
+    A field may hold several prompts in a list. Invalid prompts are left out, because the server refuses the
+    whole request anyway.
     """
     fields = fields_of(body.content)
     values: list[Any] = []
     for name in _PLAIN_PROMPTS.get(body.path, ()):
         value = msgspec.json.decode(fields[name]) if name in fields else None
-        # A list with texts or lists has several prompts. Any other list is one prompt, as token ids.
+        # A list of texts or lists is several prompts. A list of integers is one prompt, as token ids.
         if isinstance(value, list) and any(isinstance(item, (str, list)) for item in value):
             values += value
         else:
             values.append(value)
     valid_values = [value for value in values if isinstance(value, str) or _is_ids(value)]
     if body.path == SCORE_PATH:
-        # The query and an item together are a prompt, so one of them may be empty and has no tokens then.
+        # A prompt is the query with an item. One of them may be empty, and then it has no tokens.
         return [value for value in valid_values if value]
     return valid_values
 
@@ -110,21 +110,21 @@ def _most_thinking(path: str, fields: dict[str, msgspec.Raw]) -> int | None:
         return None
     reasoning = msgspec.json.decode(fields["reasoning"])
     limit = reasoning.get("max_tokens") if isinstance(reasoning, dict) else None
-    # The exact type is compared, because `isinstance` would accept True.
+    # The exact type is compared, because True is an instance of int.
     return limit if type(limit) is int and limit >= 0 else None
 
 
 def _with_budget(custom_params: msgspec.Raw | None, budget: int) -> msgspec.Raw:
-    """Return the field `custom_params` of a chat, with `budget` as the limit of thinking tokens."""
+    """Return a chat's `custom_params` with `budget` as the limit of thinking tokens."""
     parsed = msgspec.json.decode(custom_params) if custom_params is not None else None
     params = parsed if isinstance(parsed, dict) else {}
     return msgspec.Raw(msgspec.json.encode({**params, THINKING_BUDGET: budget}))
 
 
 def _most_tokens(path: str, fields: dict[str, msgspec.Raw]) -> int:
-    """Return a request's limit of output tokens, or an estimate if the request has no limit."""
+    """Return a request's limit of output tokens, or an estimate if it has no limit."""
     if path in _WITHOUT_DECODING:
-        # This is the minimum, because these endpoints generate no output.
+        # These endpoints generate no output, but the limit must be at least 1.
         return 1
     for name in _LIMITS:
         value = msgspec.json.decode(fields[name]) if name in fields else None

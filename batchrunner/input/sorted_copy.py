@@ -1,11 +1,11 @@
-"""Writes and reads a sorted copy of the input, a Parquet file that holds rows in sending order.
+"""Writes and reads a sorted copy of the input: a Parquet file with the rows in sending order.
 
-The file has the columns that the job reads, and the ordinals of the rows in the input as its last column. Its
-metadata (`about`) names its order and its run. The position of a row is its index in the file, from 0.
+The file has the columns that the job reads, and the row numbers in the input as its last column. Its metadata
+(`about`) names its order and its run. The position of a row is its index in the file, from 0.
 
-The file is written in bounded memory. DuckDB sorts only the sort keys, which gives the position of each row.
-The rows themselves are partitioned by position into buckets, and each bucket is sorted in memory. So the
-values of rows pass only through Arrow and Parquet, which keep every type, and not through DuckDB.
+Writing needs little memory. DuckDB sorts only the sort keys, which gives the position of each row. The rows
+themselves are partitioned by position into buckets, and each bucket is sorted in memory. Values of rows pass
+only through Arrow and Parquet, which keep every type, and not through DuckDB.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABOUT = b"batchrunner"
-"""Key of `about` in the metadata of the Parquet file."""
+"""Metadata key under which the Parquet file stores its order and its run."""
 
 
 class SortedCopy:
-    """Reader of a sorted copy: a Parquet file that holds the input's rows in the order of sending.
+    """Reads a sorted copy: a Parquet file with the input's rows in sending order.
 
-    In a run of several workers, each row group of the copy is a range of rows that a worker claims.
+    If several workers share a run, a worker claims the rows of one row group at a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,36 +68,36 @@ class SortedCopy:
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]
         self.group_starts = [0, *accumulate(counts)]
-        """Position of the first row of each row group, and at the end the number of all rows."""
+        """Position at which each row group begins; at the end, the number of all rows."""
 
     @property
     def positions(self) -> range:
-        """Range of the positions of all rows, from 0."""
+        """Range of the positions of all rows."""
         return range(self.group_starts[-1])
 
     def rows(self, positions: range) -> BitMap64:
-        """Return the ordinals (row numbers in the input) of the rows at these positions of the copy.
+        """Return the row numbers (in the input) of the rows at these positions of the copy.
 
         `positions` must cover whole row groups.
         """
         rows = BitMap64()
-        # The last column has the ordinals.
+        # The last column has the row numbers.
         ordinals = self._file.schema_arrow.names[-1:]
         for group in self._groups(positions):
             rows |= rows_of_column(self._file.read_row_group(group, ordinals, use_threads=False).column(0))
         return rows
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield the rows with the ordinals `rows`, in the order of the copy; raise InputError.
+        """Yield the rows with these numbers, in the order of the copy; raise InputError.
 
-        The rows lie at `positions`, which cover whole row groups; None stands for all positions.
+        `positions` is where they are in the copy, in whole row groups; None means anywhere.
         """
         try:
             for group in self._groups(positions or self.positions):
                 metadata = self._file.metadata.row_group(group)
                 size = batch_rows(metadata.num_rows, metadata.total_byte_size)
                 for data in self._file.iter_batches(size, [group], use_threads=False):
-                    # The last column has the ordinals, which are not passed on as a column.
+                    # The row numbers are not passed on as a column.
                     *columns, ordinal_column = data.schema.names
                     ordinals = data.column(ordinal_column).to_pylist()
                     indices = [index for index, row in enumerate(ordinals) if row in rows]
@@ -112,17 +112,17 @@ class SortedCopy:
         self._file.close()
 
     def _groups(self, positions: range) -> range:
-        """Return the numbers of the row groups that lie at `positions`."""
+        """Return the numbers of the row groups that contain `positions`."""
         starts = self.group_starts
         return range(bisect_left(starts, positions.start), bisect_left(starts, positions.stop))
 
 
 MEMORY = "128MB"
-"""Memory limit of DuckDB. DuckDB exceeds this limit, but the whole process stays below 512 MB."""
+"""Memory limit of DuckDB. DuckDB exceeds it, but the whole process stays below 512 MB."""
 CHUNK_ROWS = 16_384
 """Number of rows that are passed to or from DuckDB at once."""
 MOST_OUTPUT_TOKENS = 1 << 30
-"""Upper limit of `max_new_tokens` in a sort key, above what any model generates."""
+"""Upper limit of `max_new_tokens` in a sort key, more than any model generates."""
 MOST_GROUP_BYTES = 32 << 20
 """Approximate maximum size of a row group in bytes."""
 BUCKET_BYTES = 48 << 20
@@ -130,16 +130,16 @@ BUCKET_BYTES = 48 << 20
 _KEYS = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
 """Columns of the table of sort keys. Rows are sorted by the first four; `size` is in bytes."""
 _POSITION = "\0position"
-"""Name of the column with the positions of rows in the copy; no input column has such a name."""
+"""Column with the positions of rows in the copy. No input column has this name."""
 _ORDINAL = "\0row"
-"""Name of the column with the ordinals (numbers in the input) of rows; no input column has such a name."""
+"""Column with the row numbers in the input. No input column has this name."""
 
 
 @contextmanager
 def connect(work: Path) -> Iterator[DuckDBPyConnection]:
-    """Open an empty DuckDB database with bounded memory; errors of DuckDB become OSError.
+    """Open an empty DuckDB database with bounded memory; DuckDB's errors become OSError.
 
-    DuckDB writes to the directory `work` what does not fit into memory.
+    DuckDB writes what does not fit into memory to the directory `work`.
     """
     import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
 
@@ -156,8 +156,8 @@ def write_sorted(
 ) -> None:
     """Write a sorted copy of `rows` to `path`, in the order `about["order"]`: "prefix" or "longest_first".
 
-    Each row is rendered once and read twice. `check_stop` is called before each row, and may raise to end the
-    sort. Raises OSError if the disk is full. A sort that fails leaves no files.
+    Each row is rendered once and read twice. `check_stop` is called before each row, and may raise an
+    exception to stop the sort. Raises OSError if the disk is full. A sort that fails leaves no files.
     """
     work = path.with_suffix(".work")
     work.mkdir()
@@ -167,12 +167,12 @@ def write_sorted(
             # "longest_first", and is 0 in the order "prefix". `key` and `tail` come from `sort_key`.
             insert(db, "keys", _KEYS, _keys(job_input, rows, about["order"], check_stop))
             db.execute("CREATE TABLE sorted AS SELECT row, size FROM keys ORDER BY first, key, tail, row")
-            # Tables that are no longer needed are dropped at once, because the disk may be small.
+            # Tables are dropped as soon as possible, because the disk may be small.
             db.execute("DROP TABLE keys")
             check_stop()
             sizes = (size for (size,) in _values(db, "SELECT size FROM sorted"))
             groups = list(cut_into_groups(sizes, lease_rows(len(rows))))
-            # `rowid` is the number of a row in its table, which is the position in sorted order.
+            # `rowid` is the number of a row in its table, here the position in sorted order.
             db.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
             db.execute("DROP TABLE sorted")
             from batchrunner.output.buckets import Buckets  # noqa: PLC0415 - only for jobs that sort
@@ -194,7 +194,7 @@ def insert(
     db: DuckDBPyConnection, table: str, kinds: Mapping[str, pa.DataType], rows: Iterator[tuple[Any, ...]]
 ) -> None:
     """Create a table in DuckDB with the columns `kinds`, and insert `rows`, CHUNK_ROWS at a time."""
-    # The table is created without rows first, so that it exists even if there are no rows.
+    # Creating the table without rows makes it exist even if there are none.
     no_rows = pa.Table.from_batches([], pa.schema(kinds.items()))
     db.from_arrow(no_rows).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -224,7 +224,7 @@ def _write_copy(
         writer = None
         for table in tables:
             rows = table.drop_columns(_POSITION).replace_schema_metadata({_ABOUT: orjson.dumps(about)})
-            # The schema of the file is known from the first table on.
+            # The first table shows the schema of the file.
             writer = writer or stack.enter_context(pq.ParquetWriter(path, rows.schema, compression="zstd"))
             start = 0
             while start < rows.num_rows:
@@ -236,10 +236,10 @@ def _write_copy(
 def _keys(
     job_input: JobInput, rows: BitMap64, order: str, check_stop: Callable[[], None]
 ) -> Iterator[tuple[int, bytes, int, int, int]]:
-    """Yield the sort key (_KEYS) of each row; a row that cannot be rendered comes before all other rows."""
+    """Yield the sort key (_KEYS) of each row; rows that cannot be rendered come first."""
     has_limit_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
     for batch in job_input.dataset.read(rows, job_input.renderer.columns):
-        # Mean size of the batch's rows; the prompts are added below.
+        # Mean size of a row in the batch. The prompt is added below.
         size = batch.data.nbytes // len(batch.rows)
         for item in job_input.renderer.render(batch, check_stop):
             if not isinstance(item, Request):
@@ -249,11 +249,12 @@ def _keys(
             # In the order "prefix", only the prompt decides.
             first = 0
             if order == "longest_first":
-                # Rows with limits of their own are sorted by these, because long outputs take the most time.
+                # If rows have limits of their own, the limit decides, because long outputs take the most
+                # time.
                 length = len(prompt)
                 if has_limit_column:
                     length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
-                # DuckDB sorts in ascending order, but long prompts come first.
+                # Negative, because DuckDB sorts in ascending order and long prompts come first.
                 first = -length
             yield first, *sort_key(prompt), item.ref.row, size + len(prompt)
 
@@ -261,13 +262,13 @@ def _keys(
 def cut_into_groups(sizes: Iterable[int], most_rows: int) -> Iterator[tuple[int, int]]:
     """Yield the number of rows and of bytes of each row group.
 
-    `sizes` are the bytes of each row, in order. A group has `most_rows` rows, or fewer if it would exceed
+    `sizes` has the bytes of each row, in order. A group has `most_rows` rows, or fewer if it would exceed
     MOST_GROUP_BYTES.
     """
     group_rows = group_bytes = 0
     for size in sizes:
         is_full = group_rows == most_rows or group_bytes + size > MOST_GROUP_BYTES
-        # A group is never empty, so a row of more than MOST_GROUP_BYTES becomes a group of its own.
+        # A row of more than MOST_GROUP_BYTES becomes a group of its own.
         if group_rows and is_full:
             yield group_rows, group_bytes
             group_rows = group_bytes = 0
@@ -289,15 +290,15 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
         if bucket_bytes >= BUCKET_BYTES:
             yield position
             bucket_bytes = 0
-    # The last bucket ends one position later, because the ends must ascend: if the last group filled a
-    # bucket, that bucket ends at `position`, and the last bucket is empty.
+    # The ends must ascend, so the last bucket ends one position later. If the last group filled a bucket,
+    # this last bucket is empty.
     yield position + 1
 
 
 def _with_positions(
     job_input: JobInput, rows: BitMap64, positions: Iterator[tuple[int]]
 ) -> Iterator[pa.Table]:
-    """Yield `rows` in input order, with a column of ordinals and a column of positions in the copy.
+    """Yield `rows` in input order, with a column of row numbers and a column of positions in the copy.
 
     `positions` yields the position of each row, in input order.
     """
@@ -326,8 +327,8 @@ def prepare_order(
 
     The path is None for input order. The copy is written to `directory`, with `writer` in its name. With
     `replace`, earlier copies in this directory are deleted. `check_stop` is called regularly, and may raise
-    to end the sort. Raises InputError. If the disk is full, a job with `order: auto` keeps input order, and
-    any other job raises OutputError.
+    an exception to stop. Raises InputError. If the disk is full, a job with `order: auto` keeps input order,
+    and any other job raises OutputError.
     """
     if replace:
         remove_sorted_copies(directory)
@@ -359,16 +360,16 @@ def find_sorted_copy(
 ) -> tuple[Path, OrderDecision] | None:
     """Return a sorted copy from an earlier start of the run, if it has all `rows` in the job's order.
 
-    Return None if there is no such copy in `directory`.
+    Returns None if there is no such copy in `directory`.
     """
     wanted_order = job_input.job.order
     if wanted_order == "auto":
-        # With `auto`, an earlier start wrote a copy only if it decided on "prefix".
+        # With `auto`, a copy exists only if an earlier start decided on "prefix".
         wanted_order = "prefix"
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)
-            # An empty model is not compared, because the order does not depend on the model.
+            # The order does not depend on the model. An empty model is not compared.
             now = fingerprint(job_input.job, job_input.dataset.facts(), "")
             check_same_run(copy.about["fingerprint"], now, directory)
         except (InputError, ResumeError):

@@ -1,7 +1,7 @@
-"""Converts a program's data to Arrow: tables, data frames, datasets, texts and mappings.
+"""Converts data that a Python program passes to Arrow: tables, data frames, datasets, texts and mappings.
 
-This module does not import the libraries of these types. It reads objects with Arrow's PyCapsule interface
-(`__arrow_c_stream__`) through that interface, and recognizes all others by their methods.
+The libraries of these types are not imported. Objects with Arrow's PyCapsule interface (`__arrow_c_stream__`)
+are read through it, and all others are recognized by their methods.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from batchrunner.input.files import find_files
 from batchrunner.input.parquet_copy import array_of, empty_batch, in_chunks
 
 TEXT = "text"
-"""Name of the column for rows that are plain texts."""
+"""Name of the column if rows are plain texts."""
 CHUNK_ROWS = 1024
 """Maximum number of rows that are converted together.
 
-A limit of bytes alone would not bound memory, because `bytes_of` does not count numbers.
+This bounds memory together with a limit of bytes: `bytes_of` does not count numbers.
 """
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
-"""Modes of Pillow's images that a PNG file can hold."""
+"""Image modes of Pillow that a PNG file can hold."""
 _SCALARS: dict[type, pa.DataType] = {
     str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), bytes: pa.binary(),
     type(None): pa.null(),
 }  # fmt: skip
-"""Arrow types of plain values. A lookup here is faster than `pyarrow.infer_type`."""
+"""Arrow types of plain Python values. This lookup is faster than `pyarrow.infer_type`."""
 _EXPECTED = (
     "rows: give a list of texts or mappings, a table, data frame or query (pyarrow, pandas, polars, duckdb, "
     "datasets), or the path of files"
@@ -39,14 +39,14 @@ _EXPECTED = (
 
 
 class SupportsArrow(Protocol):
-    """Table of another library with Arrow's PyCapsule interface."""
+    """Table of another library that has Arrow's PyCapsule interface."""
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         """Export the table."""
 
 
 class SupportsBatches(Protocol):
-    """Dataset of pyarrow, which is read batch by batch."""
+    """Dataset of pyarrow, which can be read batch by batch."""
 
     def to_batches(self) -> Iterable[pa.RecordBatch]:
         """Return the dataset's rows, batch by batch."""
@@ -54,13 +54,13 @@ class SupportsBatches(Protocol):
 
 Row: TypeAlias = str | Mapping[str, Any] | None
 Data: TypeAlias = str | os.PathLike[str] | SupportsArrow | SupportsBatches | pa.Table | Iterable[Row]
-"""Data that a program passes: a table, rows, or the path of files."""
+"""Data that a program passes: a table, rows, or paths of files."""
 
 
 def paths_of(data: object) -> list[str] | None:
     """Return the paths and globs that a program passes as its data; None if the data are not paths.
 
-    Raises InputError if the data are a text that names no file.
+    Raises InputError for a single text that matches no file.
     """
     items: Any = data if isinstance(data, (list, tuple)) else [data]
     if items and all(isinstance(item, os.PathLike) for item in items):
@@ -68,7 +68,7 @@ def paths_of(data: object) -> list[str] | None:
     if not isinstance(data, str):
         return None
     try:
-        # Only the error matters here: the text may be a prompt and not a path.
+        # This raises InputError if the text matches no file; it may be a prompt by mistake.
         find_files([data])
     except InputError as failure:
         raise InputError(
@@ -79,17 +79,17 @@ def paths_of(data: object) -> list[str] | None:
 
 
 def batches_of(data: object, on_each: Callable[[Any], Any]) -> Iterator[pa.RecordBatch]:
-    """Yield the data of a program as Arrow batches, at least one.
+    """Yield the data of a program as one or more Arrow batches.
 
     Batches may differ in columns and types. `on_each` is called with each batch, or with each row if the data
-    have no batches, and returns the batch or row. Raises InputError, and any error of an iterator or of
-    `on_each`.
+    are single rows; what it returns is used instead. Raises InputError, and any error of `on_each` or of an
+    iterator.
     """
     batches = as_batches(data)
     batches = _of_rows(map(on_each, as_rows(data))) if batches is None else map(on_each, batches)
     first_batch = next(batches, None)
     if first_batch is None:
-        # There are no rows, so the batch is empty, with one column.
+        # Without rows, the result is an empty batch with one column.
         first_batch = pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())})
     yield first_batch
     yield from batches
@@ -113,20 +113,20 @@ def as_batches(data: Any) -> Iterator[pa.RecordBatch] | None:
     try:
         return _from_reader(pa.RecordBatchReader.from_stream(stream))
     except pa.ArrowInvalid:
-        # The data are a single column, such as a Series.
+        # A single column, such as a Series, has no columns of its own.
         return None
     except ValueError as failure:
-        # For example, a data frame of pandas has two columns of one name.
+        # A data frame of pandas may have two columns of one name, for example.
         raise InputError(f"rows: {first_line(failure)}") from None
 
 
 def _results_of_query(query: Any) -> Any:
-    """Run a LazyFrame of Polars, and return an object with Arrow's interface. Raises InputError.
+    """Run a LazyFrame of Polars, and return its result with Arrow's interface. Raises InputError.
 
-    Polars 2 runs the query while its results are read. Earlier versions return them as one data frame.
+    Polars 2 runs the query while the result is read. Earlier versions return one data frame.
     """
     try:
-        # `collect_schema` raises an error for a wrong query, such as one with an unknown column.
+        # `collect_schema` raises an error for a wrong query, for example for an unknown column.
         query.collect_schema()
         if hasattr(query, "collect_batches"):
             results = query.collect_batches(chunk_size=CHUNK_ROWS, lazy=True)
@@ -138,9 +138,12 @@ def _results_of_query(query: Any) -> Any:
 
 
 def as_rows(data: Any) -> Iterator[Any]:
-    """Return the rows of data for which `as_batches` returns None; raise InputError if there are no rows."""
+    """Return an iterator over data that are not a table, row by row.
+
+    Raises InputError if they have no rows.
+    """
     if hasattr(data, "__arrow_c_stream__"):
-        # The data are a single column, whose values are the rows.
+        # The rows are the values of a single column.
         return chain.from_iterable(chunk.to_pylist() for chunk in pa.chunked_array(data).chunks)
     if hasattr(data, "__arrow_c_array__"):
         return iter(pa.array(data).to_pylist())
@@ -150,25 +153,24 @@ def as_rows(data: Any) -> Iterator[Any]:
 
 
 def rows_known(data: Any) -> int:
-    """Return the number of rows in the data of a program; 0 if it is not known without work.
+    """Return the number of rows in a program's data; 0 if counting would take work.
 
-    `len` is called only for lists and tuples, because for a relation of DuckDB it would run the query.
+    `len` is called only for lists and tuples. For a relation of DuckDB, it would run the query.
     """
     return len(data) if isinstance(data, (list, tuple)) else getattr(data, "num_rows", 0)
 
 
 def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    """Yield an empty batch with the schema, then the data of the reader."""
+    """Yield an empty batch with the schema, then the batches of the reader."""
     yield empty_batch(reader.schema)
     try:
         yield from reader
     except (OSError, pa.ArrowException) as failure:
-        # The query or the file behind the reader has raised this error.
+        # The error comes from the query or the file behind the reader.
         raise InputError(f"rows: cannot be read: {first_line(failure)}") from None
 
 
 def _of_rows(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a Python iterable in batches."""
     first_row = 0
     for chunk in in_chunks(map(as_mapping, rows, count()), CHUNK_ROWS, bytes_of):
         yield from batches_of_rows(chunk, first_row, array_of)
@@ -176,7 +178,7 @@ def _of_rows(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the total length of the texts and bytes in a row or a value; numbers are not counted."""
+    """Return the total length of the texts and bytes in a value; numbers are not counted."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, Mapping):
@@ -185,9 +187,9 @@ def bytes_of(value: Any) -> int:
 
 
 def as_mapping(row: object, number: int) -> Mapping[str, Any]:
-    """Return a row as a mapping. A text becomes the column `text`, and None becomes a row of nulls.
+    """Return a row as a mapping. A text becomes the column `text`, and None a row of nulls.
 
-    Raises InputError, which names the `number` of the row, for a row of another type.
+    Raises InputError, which names the row's `number`, for a row of another type.
     """
     if isinstance(row, str):
         return {TEXT: row}
@@ -201,20 +203,20 @@ def as_mapping(row: object, number: int) -> Mapping[str, Any]:
 def _is_list(value: object) -> bool:
     """Tell whether a value is a list whose items may need a conversion.
 
-    A list that begins with a number counts as a list of numbers. It may be long, and needs no conversion.
+    A list that begins with a number is taken as a list of numbers, which needs no conversion and may be long.
     """
     return isinstance(value, (list, tuple)) and bool(value) and not isinstance(value[0], (int, float))
 
 
 def _plain(value: Any) -> Any:
-    """Return an image of Pillow as a PNG file, a path as a text, and any other value unchanged."""
+    """Convert an image of Pillow to a PNG file and a path to a text; return any other value unchanged."""
     if isinstance(value, str):
         return value
     if _is_list(value):
         return [_plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    # Only images of Pillow have this method. The test does not import Pillow.
+    # Only images of Pillow have this method. Testing for it avoids importing Pillow.
     is_pillow_image = hasattr(value, "tobitmap")
     if not is_pillow_image:
         return value
@@ -228,25 +230,25 @@ def _plain(value: Any) -> Any:
 
 
 def rows_of_like_types(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the rows in order, in lists of rows that have the same columns with the same types.
+    """Yield the rows in order, in lists whose rows have the same columns with the same types.
 
-    A batch of such rows keeps every value unchanged. In a column of mixed types, Arrow would turn 1 beside
-    2.5 into 1.0 and a text beside bytes into bytes, and would give each object the keys of all other objects.
+    Arrow can convert such a list without changing values. With mixed types in a column, it would turn 1
+    beside 2.5 into 1.0 and a text beside bytes into bytes, and would give each object the keys of all others.
     """
     for _, group in groupby(rows, _types_of):
         yield [*group]
 
 
 def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
-    """Return the columns of a row with the types that Arrow infers.
+    """Return the name and Arrow type of each value in a row.
 
-    A type of None marks a value that Arrow cannot hold.
+    The type is None if Arrow cannot hold the value.
     """
     types = []
     for name, value in row.items():
         kind = _SCALARS.get(type(value))
         if kind is None:
-            # The value may be of any class, whose methods may raise any error.
+            # A value of an unknown class may raise any exception.
             with contextlib.suppress(Exception):
                 kind = pa.infer_type([value])
         types.append((name, kind))
@@ -256,13 +258,13 @@ def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
 def batches_of_rows(
     rows: Sequence[Mapping[str, Any]], first: int, to_array: Callable[[list[Any]], pa.Array] = pa.array
 ) -> list[pa.RecordBatch]:
-    """Return rows as Arrow batches; raise InputError if Arrow cannot hold a value.
+    """Convert rows to Arrow batches; raise InputError if Arrow cannot hold a value.
 
     `first` is the number of the first row. `to_array` converts the values of a column.
     """
     columns = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):
-        # Rows may have keys that the first row lacks.
+        # Later rows may have keys that the first row lacks.
         if not isinstance(name, str):
             raise InputError(
                 f"rows: the name of a column is {name!r}, which is not text", hint="name the column by a text"

@@ -1,7 +1,7 @@
 """Jinja2 templates and filter expressions over the columns of a row, in Jinja2's immutable sandbox.
 
-The author of a job may compute anything in a template. A row fails only if its prompt would print a null or
-bytes, because nobody wants the text "None" or "b'…'" in a prompt.
+A template may compute anything. A row only fails if its prompt would contain a null or bytes, because nobody
+wants the text "None" or "b'…'" in a prompt.
 """
 
 import difflib
@@ -26,9 +26,9 @@ from batchrunner.core.errors import BatchrunError, JobError, RowRefusedError, fi
 Error = TypeVar("Error", bound=BatchrunError)
 
 LONGEST_PROMPT = 64 << 20
-"""Maximum number of characters of a prompt, far more than any model reads."""
+"""Maximum length of a prompt in characters, far more than any model reads."""
 LINE_SHOWN = 100
-"""Maximum number of characters of a template's line, or of a value, in an error message."""
+"""Maximum length in characters of a template line, or of a value, in an error message."""
 ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
 """Variables for the parts of an answer in `accept.expression`. They hide columns of the same names."""
 FILTERS_TO_TEXT = (
@@ -39,13 +39,13 @@ FILTERS_TO_TEXT = (
 PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
 """Filters of jinja2 whose result contains the text of their input."""
 ROW = "row"
-"""Variable for the mapping of all columns in a template, as in `row["name"]`."""
+"""Template variable for the mapping of all columns, as in `row["name"]`."""
 _RESERVED = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
-"""Words that cannot name a column in a template, because jinja2 or this package gives them a meaning."""
+"""Words that cannot name a column in a template: keywords, and variables with another meaning."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping by which a template may read any column of `row`."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
-"""Pattern of the errors of Python and jinja2 about a null."""
+"""Matches the errors of Python and jinja2 about a null."""
 _RESULT = "batchrunner_value"
 """Variable to which a compiled expression assigns its value."""
 
@@ -53,11 +53,11 @@ _RESULT = "batchrunner_value"
 FIELDS = "fields"
 """Template variable that holds the lines of `prompt.fields`."""
 _PLAIN = (str, int, float, Decimal, date, time)
-"""Types of values that a line of `prompt.fields` shows as Python prints them; other values become JSON."""
+"""Types that a line of `prompt.fields` shows as Python prints them; values of other types become JSON."""
 
 
 def field_line(name: str, value: Any) -> str:
-    """Return the line `name: value` of a column in `prompt.fields`; a list or a struct becomes JSON."""
+    """Return a column's line `name: value` in `prompt.fields`; a list or a struct becomes JSON."""
     is_plain = isinstance(value, _PLAIN) and not isinstance(value, bool)
     text = value if is_plain else json.dumps(value, ensure_ascii=False, default=str)
     return f"{name}: {text}"
@@ -66,20 +66,20 @@ def field_line(name: str, value: Any) -> str:
 def with_fields(
     prompt_of: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]
 ) -> Any:
-    """Return the prompt that `prompt_of` makes of a row.
+    """Call `prompt_of` for a row with the additional variable FIELDS, and return the prompt.
 
-    The row is passed with the additional variable FIELDS, which has a line for each of `columns`.
+    FIELDS has a line `name: value` for each of `columns`.
     """
     return prompt_of({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
 def is_template(text: str) -> bool:
-    """Tell whether the text of a job's field is a template and not the name of a column."""
+    """Tell whether the text of a job's field is a template instead of the name of a column."""
     return "{{" in text or "{%" in text
 
 
 class _ColumnCode:
-    """Compiled template or expression over the columns of a row.
+    """A compiled template or expression over the columns of a row.
 
     `columns` are the names of the columns that it reads.
     """
@@ -113,7 +113,7 @@ class _ColumnCode:
             raise unknown_column(JobError, where, unknown_names[0], available, in_template=True)
         self.columns = sorted(columns)
         self.printed = sorted(columns.intersection(_printed(tree)))
-        """Columns whose values are printed, directly or through filters of PRINTING."""
+        """Columns whose values are printed, directly or through a filter in PRINTING."""
 
     def _variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the variables for a row: its columns, and `row` if the code reads this mapping."""
@@ -121,12 +121,12 @@ class _ColumnCode:
 
 
 class Template(_ColumnCode):
-    """Compiled template."""
+    """A Jinja2 template over the columns of a row."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
-        """Compile a template over the columns `available`.
+        """Compile a template that may use the columns `available`.
 
-        Raises JobError, which begins with `where`, for bad syntax or an unknown column.
+        Raises JobError, whose text begins with `where`, for bad syntax or an unknown column.
         """
         super().__init__(_environment().parse, source, where=where, available=available)
         # `render` needs these for each row, so they are looked up only once.
@@ -136,7 +136,7 @@ class Template(_ColumnCode):
     def render(self, row: Mapping[str, Any]) -> str:
         """Return the text for a row; raise RowRefusedError if the template fails on the row's values."""
         try:
-            # jinja2's own `render` merges the globals anew for each row, which takes twice as long.
+            # jinja2's own `render` merges the globals for each row, which takes twice as long.
             context = self._new_context({**self._globals, **self._variables(row)}, shared=True)
             text = "".join(self._parts(context))
         except NotTextError as failure:
@@ -156,15 +156,15 @@ class Template(_ColumnCode):
         return text
 
     def _failing_names(self, row: Mapping[str, Any], kind: type) -> str:
-        """Return the names of the columns whose values make the template fail; "" if they cannot be found.
+        """Return the names of the columns whose values make the template fail; "" if they are not found.
 
-        The error is about a value of type `kind`. So these are the columns with such a value among those that
-        the failing expression reads, or that the whole template reads if the expression is unknown. If there
-        is no such column, the text of the expression is returned.
+        The error is about a value of type `kind`. The result names the columns with such a value that the
+        failing expression reads, or the whole template if the expression is unknown. Without such a column,
+        it is the text of the expression.
         """
         expression = ""
-        # Render the row once more by slower code, which adds the failing expression to the error as a note:
-        # a field such as `author.name`, or the names in the expression, divided by commas.
+        # Render the row again with slower code, which adds the failing expression to the error as a note. The
+        # note is a field such as `author.name`, or names divided by commas.
         try:
             _environment(_NamingCode).from_string(self._source).render(self._variables(row))
         except Exception as failure:  # noqa: BLE001 - templates may apply any operator to user data
@@ -177,19 +177,19 @@ class Template(_ColumnCode):
 
 
 class Predicate(_ColumnCode):
-    """Compiled boolean expression over the columns of a row, such as `input.filter`."""
+    """A boolean expression over the columns of a row, such as `input.filter`."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
-        """Compile an expression over the columns `available`.
+        """Compile an expression that may use the columns `available`.
 
-        Raises JobError, which begins with `where`, for bad syntax or an unknown column.
+        Raises JobError, whose text begins with `where`, for bad syntax or an unknown column.
         """
         super().__init__(_expression_tree, source, where=where, available=available)
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
         """Tell whether the expression is true for a row. An expression that fails on a null is false.
 
-        Raises RowRefusedError if the expression fails for another reason.
+        Raises RowRefusedError if it fails for another reason.
         """
         try:
             context = self._template.new_context(dict(self._variables(row)))
@@ -204,50 +204,50 @@ class Predicate(_ColumnCode):
 
 
 class AnswerExpression:
-    """Compiled `accept.expression` of a job, over an answer and its row.
+    """A job's `accept.expression`, which checks an answer together with its row.
 
-    `columns` are the names of the columns that the expression reads.
+    `columns` are the columns that the expression reads.
     """
 
     def __init__(self, source: str, columns: Collection[str]) -> None:
-        """Compile the expression for rows with `columns`; raise JobError if it is invalid."""
+        """Compile the expression; it may read `columns` of the row. Raises JobError if it is invalid."""
         self._source = source
         available = [*ANSWER_NAMES, *(name for name in columns if name not in ANSWER_NAMES)]
         self._predicate = Predicate(source, where="accept.expression", available=available)
         self.columns = [name for name in self._predicate.columns if name not in ANSWER_NAMES]
 
     def reads(self, name: str) -> bool:
-        """Tell whether the expression reads one of ANSWER_NAMES."""
+        """Tell whether the expression reads `name`, one of ANSWER_NAMES."""
         return name in self._predicate.columns
 
     def complaint(self, values: Mapping[str, Any]) -> str | None:
-        """Return a complaint about an answer that the expression does not accept; else None.
+        """Return a complaint about an answer that the expression rejects; None if it accepts the answer.
 
         `values` has the answer's ANSWER_NAMES and the row's `columns`.
         """
         try:
             is_good = self._predicate(values)
         except RowRefusedError as failure:
-            # The errors of a Predicate begin with "filter: ", because most predicates are filters.
+            # A Predicate's errors begin with "filter: ", because most are filters.
             return f"accept.expression fails: {str(failure).removeprefix('filter: ')}"
         return None if is_good else f"accept.expression is not true: {self._source}"
 
 
 class NotTextError(ValueError):
-    """Error for a null or bytes that a template prints."""
+    """A template would print a null or bytes."""
 
     def __init__(self, value: bytes | None) -> None:
         super().__init__("None is not text" if value is None else "bytes are not text")
         self.problem = "is null" if value is None else "holds bytes"
-        """What is wrong, in words that follow the name of the column in a message."""
+        """What is wrong, in words that follow the column's name in a message."""
         self.kind = type(value)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja2's sandbox. A field of a struct hides a method of the same name, such as `items`."""
+    """Jinja2's sandbox, in which a field of a struct hides a method of the same name, such as `items`."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return a struct's field named `attribute`; without such a field, the attribute as in jinja2."""
+        """Return a struct's field named `attribute`; if there is none, the attribute as in jinja2."""
         if isinstance(obj, dict) and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -265,7 +265,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise
 
     def unless_null(self, operand: Callable[[], Any]) -> Any:
-        """Return the value of an operand; None if computing the operand fails on a null."""
+        """Return the value of an operand; None if computing it fails on a null."""
         try:
             return operand()
         except Exception as failure:
@@ -275,10 +275,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Code(CodeGenerator):
-    """Code generator for templates: `~` refuses nulls, and the left side of `or` may fail on a null."""
+    """Generates the code of templates: `~` refuses nulls, and the left side of `or` may fail on a null."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
-        """Compile `~` to a call of `environment.joined` with the operands."""
+        """Compile `~` to a call of `environment.joined`."""
         self.write("environment.joined(")
         for part in node.nodes:
             self.visit(part, frame)
@@ -295,7 +295,7 @@ class _Code(CodeGenerator):
 
 
 class _NamingCode(_Code):
-    """Code generator whose templates are slower, but whose errors name the expression that failed."""
+    """Generates slower code, whose errors name the expression that failed."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         self.write(f"environment.named({_shown(node)!r}, lambda: ")
@@ -322,14 +322,14 @@ def _shown(node: nodes.Node) -> str:
 
 @cache
 def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
-    """Return the Jinja environment of templates. Its filters that return a text refuse nulls and bytes."""
+    """Return the Jinja environment. Its text filters, such as `upper`, raise an error for nulls and bytes."""
     environment = _Environment(undefined=jinja2.StrictUndefined, finalize=as_text)
     environment.code_generator_class = code
     filters = environment.filters
     for name in FILTERS_TO_TEXT:
         filters[name] = _guarded(filters[name], as_text)
     filters["join"] = _guarded(filters["join"], lambda values: [*map(as_text, values)])
-    # Prompts are not HTML, so jinja2's own `tojson`, which escapes < > & ', is replaced.
+    # jinja2's own `tojson` escapes < > & ' for HTML, which is wrong in prompts.
     filters["tojson"] = _tojson
     filters["fromjson"] = _guarded(_fromjson, as_text)
     return environment
@@ -363,7 +363,7 @@ def _fromjson(value: Any) -> Any:
 
 
 def as_text(value: Any) -> Any:
-    """Return a value that a template prints unchanged; raise NotTextError for a null or bytes.
+    """Return a value that a template may print; raise NotTextError for a null or bytes.
 
     Bytes in lists and mappings are refused too, but nulls in them are allowed.
     """
@@ -392,7 +392,7 @@ def _error_text(failure: Exception, columns: Sequence[str], row: Mapping[str, An
 def _expression_tree(source: str) -> nodes.Template:
     """Return the syntax tree of a template that assigns the value of an expression to a variable.
 
-    The tree is built as in jinja2's `compile_expression`.
+    jinja2's `compile_expression` builds the tree in the same way.
     """
     parser = Parser(_environment(), source, state="variable")
     value = parser.parse_expression()
@@ -410,11 +410,11 @@ def _columns_read(tree: nodes.Template, available: Collection[str]) -> tuple[set
     free_names = _free_names(tree, available)
     if ROW not in free_names:
         return free_names, False
-    # `row.items` and such are methods of the mapping, unless there is a column of this name.
+    # `row.items` and the like are methods of the mapping, unless a column has this name.
     fields = [_field_of_row(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
     columns = {name for name in fields if name and (name in available or name not in _METHODS)}
-    # Each use of `row` that does not name a column, such as a loop over it, may read any column. There is
-    # such a use if `row` occurs more often than expressions that read a column of it.
+    # A use of `row` that names no column, such as a loop over it, may read any column. There is one if `row`
+    # occurs more often than expressions that read a column of it.
     row_uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
     uses_with_column = sum(name in columns for name in fields)
     if uses_with_column != row_uses:
@@ -433,7 +433,7 @@ def _field_of_row(node: nodes.Node) -> str | None:
 
 
 def _printed(tree: nodes.Template) -> Iterator[str | None]:
-    """Yield, for each printed expression, the column that it prints; None if it is more than a mere column.
+    """Yield the column that each printed expression shows; None if the expression is more than a column.
 
     Filters that only change how a value is printed are ignored.
     """
@@ -446,14 +446,14 @@ def _printed(tree: nodes.Template) -> Iterator[str | None]:
 
 
 def _free_names(tree: nodes.Template, available: Collection[str]) -> set[str]:
-    """Return the variables that a template must get: those that neither it nor jinja2 defines.
+    """Return the variables that a template must be given: neither it nor jinja2 defines them.
 
-    A column hides a name of jinja2. A variable that only one branch of an `if` sets counts as defined here,
-    although jinja2 reports it as undeclared. The exception is `row`, which may mean the mapping of all
+    A column hides a name of jinja2. A variable that only one branch of an `if` sets counts as defined,
+    although jinja2 reports it as undeclared. Only `row` does not, because it may be the mapping of all
     columns in the other branch.
     """
     environment = _environment()
-    # Without globals, jinja2 also reports the variables that hide one of its own names.
+    # Without globals, jinja2 also reports variables that hide one of its own names.
     environment_without_globals = environment.overlay()
     environment_without_globals.globals = {}
     tree.set_environment(environment_without_globals)
@@ -482,7 +482,7 @@ def unknown_column(
         needs_row = in_template and not similar[0].isidentifier()
         suggestion = template_of_column(similar[0]) if needs_row else repr(similar[0])
         hint = f"did you mean {suggestion}?"
-    # A single column with such a mark in its name comes from a CSV file with another delimiter.
+    # If the only column has such a character in its name, the CSV file likely has another delimiter.
     if len(available) == 1 and (mark := re.search("[;\t|]", "".join(available))):
         hint = f"if {mark[0]!r} separates the columns of the file, set input.delimiter: {json.dumps(mark[0])}"
     names = ", ".join(column or '""' for column in available)

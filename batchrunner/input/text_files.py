@@ -1,8 +1,8 @@
 """Reads CSV, JSON Lines, batch files and Arrow files as Arrow batches.
 
-A record that cannot be read becomes a row whose PROBLEM column names the line and the reason. A file that
-cannot be divided into records is refused. The docstrings of `csv_records` and `_json_records` give the
-reasons why DuckDB's readers cannot replace this module.
+A record that cannot be read becomes a row with the line number and the reason in its column PROBLEM. A file
+that cannot be divided into records is refused. `csv_records` and `_json_records` say why DuckDB's readers
+cannot be used instead.
 """
 
 import io
@@ -39,15 +39,15 @@ from batchrunner.output.arrow_arrays import arrow_array
 BATCH_ROWS = 4096
 """Maximum number of rows in an Arrow batch."""
 MOST_LEVELS = 48
-"""Maximum number of nested levels of a JSON value. Parquet cannot hold many more levels."""
+"""Maximum number of nested levels of a JSON value, about as many as Parquet can store."""
 _NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
-"""Pattern of values that some programs write as numbers, although they are not valid JSON."""
+"""Values that some programs write as numbers, although JSON does not allow them: NaN and infinity."""
 BOM = b"\xef\xbb\xbf"
 """Byte order mark, which some editors write at the start of a UTF-8 file. It is not part of the text."""
 ARROW_MAGIC = b"ARROW1"
 """First bytes of an Arrow IPC file. An Arrow IPC stream begins otherwise."""
 ARROW_HEAD_BYTES = 8
-"""Number of bytes before the stream in an Arrow IPC file: ARROW_MAGIC, padded."""
+"""Number of bytes before the stream in an Arrow IPC file: ARROW_MAGIC and padding."""
 
 
 def skip_bom(source: io.BufferedReader) -> None:
@@ -64,9 +64,9 @@ def batches_of_file(
     *,
     batch_rules: BatchRules | None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of an open file that is not Parquet; `source` yields its decompressed content.
+    """Yield the rows of an open file that is not Parquet; `source` has its decompressed content.
 
-    `spec` has the options of CSV and JSON Lines. With `batch_rules`, each line is a request in OpenAI's
+    `spec` has the options of CSV and JSON Lines. `batch_rules` means that each line is a request in OpenAI's
     format. Raises InputError, OSError or ArrowException.
     """
     if file_format.kind == "Arrow":
@@ -95,7 +95,10 @@ def batches_of_file(
 def _csv_batches(
     source: io.BufferedReader, path: str, spec: InputSpec, usual_delimiter: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a CSV file. The first batch is empty, and tells the columns even without rows."""
+    """Yield the rows of a CSV file.
+
+    The first batch is empty, so that the columns are known even without rows.
+    """
     header, records = csv_table(source, path, spec, usual_delimiter)
     types = {name: PLAIN_TYPES[spec.types.get(name, "string")] for name in header}
     yield _batch_of(path, [], types)
@@ -104,11 +107,11 @@ def _csv_batches(
 
 
 def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
-    """Yield a record for each line that is not empty. A None in `lines` stands for a line that is too long.
+    """Yield a record for each line that is not empty. A None in `lines` is a line that was too long.
 
-    Neither DuckDB (2.0) nor Arrow can replace this function. DuckDB turns a malformed line into a null and
-    gives no reason, and turns a column of lists with one odd value into text. DuckDB and Arrow both round
-    integers of more than 64 bits.
+    Neither DuckDB (2.0) nor Arrow can replace this function. DuckDB turns a malformed line into a null
+    without a reason, and turns a column of lists with one odd value into text. Both round integers of more
+    than 64 bits.
     """
     for number, line in enumerate(lines, 1):
         if line is None:
@@ -123,7 +126,7 @@ def _json_records(lines: Iterable[bytes | None]) -> Iterator[TextRecord]:
 
 
 def _json_object(text: bytes) -> dict[str, Any]:
-    """Return the object in a JSON text; raise ValueError or RecursionError if the text has no object."""
+    """Return the object in a JSON text; raise ValueError or RecursionError if there is none."""
     try:
         # msgspec keeps integers of any size.
         value = msgspec.json.decode(text)
@@ -134,7 +137,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
         raise ValueError(f"not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - the data is wrong, not the call
-    # Counting brackets is fast, and shows for nearly all lines that they are not too deep.
+    # Counting brackets is fast, and rules out too many levels for nearly all lines.
     may_be_too_deep = text.count(b"[") + text.count(b"{") > MOST_LEVELS
     if may_be_too_deep and _has_more_levels(value, MOST_LEVELS):
         raise ValueError(f"the JSON has more than {MOST_LEVELS} nested levels")
@@ -155,10 +158,10 @@ def _object_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the objects on the lines of a file as batches. A key that a line lacks is null in its row.
 
-    `types` has the types of some columns. Raises InputError, with `hint`, if no line has an object;
+    `types` has the types that the job sets. If no line has an object, raises InputError with `hint`;
     `object_name` says what a line should have.
     """
-    # A file without a single good record is refused, because it likely has another format.
+    # A file without a single good record likely has another format, and is refused.
     has_good_record = False
     first_bad_record: TextRecord | None = None
     for chunk in in_chunks(records, BATCH_ROWS, lambda record: record.size):
@@ -181,10 +184,10 @@ def _object_batches(
 def _batch_of(
     path: str, records: Sequence[TextRecord], types: Mapping[str, pa.DataType | None]
 ) -> pa.RecordBatch:
-    """Return records as a batch that also has the columns PROBLEM and LINE.
+    """Return records as a batch, with the additional columns PROBLEM and LINE.
 
-    `types` has the type of each column. A column with None in place of a type gets the common type of its
-    values. If the values have no common type, the column becomes an AS_JSON column.
+    `types` has the type of each column. A column with the type None gets the common type of its values.
+    Without a common type, it becomes an AS_JSON column.
     """
     problems = [record.problem for record in records]
     columns: dict[str, pa.Array] = {}
@@ -194,12 +197,11 @@ def _batch_of(
             try:
                 columns[name] = pa.array(values)
             except UNFIT:
-                # The values have no common type.
                 columns[f"{AS_JSON}{name}"] = json_array(values)
         else:
             columns[name], misfits = _typed(values, kind)
             for index, misfit in misfits.items():
-                # A record has one reason: its first problem.
+                # The first problem of a record is kept.
                 problems[index] = problems[index] or f"column {name!r}: {misfit}"
     messages = [
         f"{path}: line {record.line}: {problem}" if problem else None
@@ -211,7 +213,7 @@ def _batch_of(
 
 
 def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """Convert values to a column of type `kind`; also return a complaint about each value that does not fit.
+    """Convert values to a column of type `kind`, with a complaint about each value that does not fit.
 
     An empty text becomes null, except in a column of texts.
     """
@@ -223,8 +225,11 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
 
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of an Arrow IPC file or stream. The first batch is empty, and tells the schema."""
-    # After these first bytes, an Arrow file continues like a stream. The footer at its end is not needed.
+    """Yield the rows of an Arrow IPC file or stream.
+
+    The first batch is empty, so that the schema is known.
+    """
+    # After these first bytes, an Arrow file continues like a stream. Its footer is not needed.
     if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):
         source.read(ARROW_HEAD_BYTES)
     with pa.ipc.open_stream(source) as stream:

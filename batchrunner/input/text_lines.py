@@ -10,7 +10,7 @@ from batchrunner.core.files import LONGEST_LINE_BYTES
 TOO_LONG = f"is longer than {LONGEST_LINE_BYTES >> 20} MiB"
 """Problem of a line that is too long to be read."""
 ITEMS_NAMED = 5
-"""Maximum number of lines, or of custom_ids, that a message names."""
+"""Maximum number of lines, or of custom_ids, in a message."""
 
 
 class TextRecord(NamedTuple):
@@ -27,30 +27,28 @@ class TextRecord(NamedTuple):
 
 
 def read_lines(source: io.BufferedReader) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None in place of a line of LONGEST_LINE_BYTES or more."""
+    """Yield the lines of a file, with None for a line of LONGEST_LINE_BYTES or more."""
     while line := source.readline(LONGEST_LINE_BYTES):
         if len(line) < LONGEST_LINE_BYTES:
             yield line
             continue
         while line and not line.endswith(b"\n"):
-            # Skip the rest of a line that is too long.
             line = source.readline(LONGEST_LINE_BYTES)
         yield None
 
 
 @dataclass(slots=True)
 class LineNumbers:
-    """Number of bad or repeated lines in a file, and the first of them, for a message."""
+    """Count of the bad or repeated lines in a file, with the first of them, for a message."""
 
     count: int = 0
-    """Number of all lines that were added."""
     first: list[int] = field(default_factory=list)
-    """Line numbers of the first lines, at most ITEMS_NAMED."""
+    """Numbers of the first lines, at most ITEMS_NAMED."""
     reason: str = ""
     """What is wrong with the first bad line."""
 
     def add(self, number: int, reason: str = "") -> None:
-        """Add the line with this number. `reason` says what is wrong with the line; "" if nothing is."""
+        """Add the line with this number; `reason` says what is wrong with it, if anything."""
         self.count += 1
         self.reason = self.reason or reason
         if len(self.first) < ITEMS_NAMED:

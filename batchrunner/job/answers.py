@@ -25,32 +25,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """Result columns that a run has in addition to those of every run, and the checks of its answers."""
+    """Additional result columns of a run, and the checks of its answers."""
 
     columns: tuple[str, ...]
-    """Names of additional columns: keys of ANSWER_COLUMNS and ROLLOUT_COLUMNS in their order, or only
-    RESPONSE for a batch file."""
+    """Names of the additional columns, in the order of ANSWER_COLUMNS and ROLLOUT_COLUMNS.
+
+    For a batch file, the only one is RESPONSE.
+    """
     samples: int = 1
     """Number of completions of a row (`sampling.n`)."""
     top_logprobs: int = 1
     """Number of tokens for each position in the column `top_logprobs`."""
     parsed: tuple[tuple[str, ColumnKind], ...] = ()
-    """Names and types of the columns that the job's Python function or its `task` adds after `columns`.
+    """Names and types of the columns that come after `columns`.
 
-    The function is `parse` or `prompt.rollout`.
+    They come from the job's task, or from its Python function `parse` or `prompt.rollout`.
     """
     checks_json: bool = False
     """Whether an answer must be JSON, and satisfy its JSON Schema if it has one."""
     schema: dict[str, Any] | None = None
-    """JSON Schema of all answers; None if answers have no schema, or if each row has its own."""
+    """JSON Schema of all answers; None if there is none, or if each row has its own."""
     schema_by_row: bool = False
-    """Whether each row, or each request of a rollout, may have a JSON Schema of its own."""
+    """Whether each row, or each request of a rollout, may have its own JSON Schema."""
     on_length: OnLength = "keep"
-    """Treatment of an answer that was truncated at `max_new_tokens`."""
+    """What happens to an answer that was truncated at `max_new_tokens`."""
     on_repetition: OnRepetition = "keep"
-    """Treatment of an answer that repeats itself without end."""
+    """What happens to an answer that repeats itself without end."""
     tries: int = 1
-    """Maximum number of answers that a row may get until an answer passes the checks."""
+    """Maximum number of answers of a row until one passes the checks."""
     checks: bool = False
     """Whether answers are checked at all."""
     asked: frozenset[str] | None = None
@@ -66,9 +68,9 @@ class AnswerPlan:
     @property
     def asks(self) -> AskedColumns | None:
         """Columns that each request asks the engine for; None if there are none."""
-        # In a run of rollouts, `asked` has the columns of each answer, and `columns` those of the whole row.
+        # For rollouts, `asked` has the columns of each answer, and `columns` those of the whole row.
         names = {*self.columns} if self.asked is None else {*self.asked}
-        # These two columns are made from the answer itself, so the engine need not return them.
+        # These two are made from the answer itself, so the engine need not return them.
         names -= {PARSED, RESPONSE}
         if not names:
             return None
@@ -81,9 +83,9 @@ class AnswerPlan:
 
 
 def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
-    """Return the answer plan of a job.
+    """Return the result columns and checks of a job's answers.
 
-    `functions` are the job's Python functions after loading. Without them the plan lacks their columns.
+    `functions` are the job's Python functions after loading. Without them, their columns are missing.
     """
     if (task := job.forward) is not None:
         return AnswerPlan(columns=(), parsed=task.columns, task=task)
@@ -101,10 +103,11 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     on_length = job.on_length or ("fail" if json.is_checked and has_schema else "keep")
 
     names = _rollout_columns(parsed) if is_rollout else _answer_columns(job, has_schema=has_schema)
-    # Carried columns and the columns of the Python function replace additional columns of the same name.
+    # Columns copied from the input, and those of the Python function, replace additional columns of the same
+    # name.
     names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
-    # An answer must be examined if anything can reject it, and also to fill the column `parsed`.
+    # An answer is examined if anything can reject it, or to fill the column `parsed`.
     checks = (
         json.is_checked
         or job.accept.has_condition
@@ -133,16 +136,14 @@ class _JsonRule(NamedTuple):
     """Whether the answers of a job must be JSON, and where their JSON Schema comes from."""
 
     is_checked: bool
-    """Whether an answer must be JSON."""
     schema_origin: Literal["none", "job", "row"]
-    """Where the JSON Schema of an answer comes from: the job, or the answer's row (or request of a
-    rollout)."""
+    """Whether the JSON Schema comes from the job, or from the answer's row (or request of a rollout)."""
     schema: dict[str, Any] | None
     """JSON Schema of all answers; None unless it comes from the job."""
 
 
 def _json_rule(job: Job) -> _JsonRule:
-    """Derive from `accept.json` and `sampling.json_schema` whether and how the JSON of answers is checked."""
+    """Derive from `accept.json` and `sampling.json_schema` how the JSON of answers is checked."""
     accept_json, sampling_schema = job.accept.json_, job.sampling.json_schema
     schema_origin: Literal["none", "job", "row"] = "none"
     schema = None
@@ -154,7 +155,8 @@ def _json_rule(job: Job) -> _JsonRule:
     elif isinstance(sampling_schema, dict):
         schema_origin, schema = "job", sampling_schema
     is_checked = accept_json is not False
-    if accept_json is None:  # Without `accept.json`, only a schema of the row or of the job is checked.
+    # Without `accept.json`, JSON is only checked against a schema of the row or of the job.
+    if accept_json is None:
         is_checked = schema_origin != "none"
     return _JsonRule(is_checked=is_checked, schema_origin=schema_origin, schema=schema)
 
@@ -172,24 +174,24 @@ def _answer_columns(job: Job, *, has_schema: bool) -> set[str]:
 
 
 def _rollout_columns(parsed: tuple[tuple[str, ColumnKind], ...]) -> set[str]:
-    """Return the additional columns of a rollout. `parsed` are the columns that its function declares.
+    """Return the additional columns of a rollout; `parsed` are the columns that its function declares.
 
-    If the function declares none, the column RETURNED holds the value that it returned.
+    If it declares none, the column RETURNED has the value that it returned.
     """
     return {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
 
 
 def of_sample(complaint: str, number: int, completion: Completion) -> str:
-    """Return a complaint about one of a row's completions, with its `number` if the row has several."""
+    """Return a complaint about a completion, with the completion's `number` if the row has several."""
     return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"
 
 
 def takes_row(functions: HookPool | None) -> bool:
-    """Tell whether `parse` or `accept.python` of the job has the row as a second argument."""
+    """Tell whether the job's `parse` or `accept.python` takes the row as a second argument."""
     facts = functions.facts if functions is not None else {}
     return any(facts[where].takes_row for where in (PARSE, CHECK) if where in facts)
 
 
 def judges_by_row(functions: HookPool | None) -> bool:
-    """Tell whether `accept.python` may judge equal answers to equal requests differently, by their rows."""
+    """Tell whether `accept.python` gets the row, so that it may judge equal answers differently."""
     return functions is not None and CHECK in functions.facts and functions.facts[CHECK].takes_row

@@ -1,9 +1,9 @@
-"""Column types of answers and Python functions, from a JSON Schema (also one of pydantic) to Arrow types.
+"""Column types of answers and Python functions: from a JSON Schema (also pydantic's) to Arrow types.
 
 A ColumnKind is the name of a plain type (PLAIN_TYPES), ("list", kind), or ("struct", ((name, kind), …)). The
 kind "json" is a JSON text, for values without an Arrow type: values of several types, objects without named
-properties, and values of a recursive schema. The kind "null" is for a property that so far has been null, an
-empty list or an empty object in all objects.
+properties, and values of a recursive schema. The kind "null" is for a property that so far is null, an empty
+list or an empty object everywhere.
 """
 
 import datetime as dt
@@ -28,23 +28,25 @@ PLAIN_TYPES: dict[str, pa.DataType] = {
 }  # fmt: skip
 """Arrow types by the names of plain kinds."""
 _NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
-"""Names of plain kinds by Arrow's names.
+"""Names of plain kinds, by Arrow's names.
 
-The kinds `string`, `json` and `null` have the same Arrow type, whose name must be `string` here. `string` is
-the first of them in PLAIN_TYPES. In reversed order it is therefore the last, and replaces the others.
+The kinds `string`, `json` and `null` have the same Arrow type, whose name here must be `string`. Because the
+order is reversed, `string` comes last and replaces the others.
 """
 _KINDS_OF_SCALARS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
 """Kinds by the scalar types of JSON Schema."""
 _KINDS_OF_FORMATS = {"date": "date", "date-time": "timestamp", "binary": "binary"}
 """Kinds by the `format` that pydantic writes into the JSON Schema of a string."""
 MOST_PROPERTIES = 100
-"""Maximum number of properties in a struct whose properties come from values, not from a schema.
+"""Maximum number of properties of a struct that is inferred from values, without a schema.
 
 An object with more properties is probably a lookup table, so it becomes JSON text.
 """
 MOST_LEVELS = 8
-"""Maximum nesting of structs whose properties come from values, not from a schema. Objects at a deeper level
-become JSON text."""
+"""Maximum nesting of structs that are inferred from values, without a schema.
+
+Deeper objects become JSON text.
+"""
 _KINDS_OF_VALUES: dict[type, str] = {bool: "bool", str: "string", int: "int64", float: "float64"}
 """Kinds by the Python types of scalars."""
 
@@ -66,18 +68,17 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """Return the type as Arrow prints it, but with the names that a job file uses for plain types."""
+    """Return the type as Arrow prints it, but with the names of plain types that a job file uses."""
     text = " ".join(str(kind).split())  # Arrow prints a struct on several lines.
-    # A type name may have a unit, as in timestamp[us]. A name before a colon is a field of a struct, not a
-    # type.
+    # A type name may have a unit, as in timestamp[us]. A name before a colon is a field of a struct.
     return re.sub(r"\b[a-z]+\d*\b(\[\w+\])?(?!:)", lambda word: _NAMES.get(word[0], word[0]), text)
 
 
 def kind_of_schema(schema: Any, *, formats: bool = False) -> ColumnKind:
-    """Return the kind of the column that holds the values of a JSON Schema.
+    """Return the kind of a column for values of a JSON Schema.
 
-    With `formats`, strings that pydantic declares as dates, times or bytes get columns of these types.
-    Without `formats`, their columns are strings.
+    With `formats`, strings that pydantic declares as dates, times or bytes get columns of these types;
+    otherwise they stay strings.
     """
     return _SchemaReader(schema, formats).kind_of(schema)
 
@@ -92,7 +93,7 @@ class _SchemaReader:
         """References that are being resolved. A schema that refers to one of them is recursive."""
 
     def kind_of(self, schema: Any) -> ColumnKind:
-        """Return the kind for the values of the schema, or of a part of it."""
+        """Return the kind for values of the schema, or of a part of it."""
         if not isinstance(schema, dict):
             return "json"
         if "$ref" in schema:
@@ -107,20 +108,19 @@ class _SchemaReader:
         types = schema.get("type", "object" if "properties" in schema else None)
         if not isinstance(types, list):
             types = [types]
-        types = [name for name in types if name != "null"]  # Any column may hold nulls.
+        types = [name for name in types if name != "null"]  # Any column may have nulls.
         return self._of_type(types[0], schema) if len(types) == 1 else "json"
 
     def _of_choices(self, choices: Any, schema: dict[str, Any]) -> ColumnKind:
         """Return the kind that holds the values of all choices of an `anyOf`, `oneOf` or `allOf`."""
-        # Properties beside the choices would have to be added to each choice, which is not supported. The
-        # values of such a schema become JSON.
+        # Properties beside the choices would belong to each choice, which is not supported. The values become
+        # JSON.
         if not isinstance(choices, list) or "properties" in schema:
             return "json"
         kinds = [self.kind_of(choice) for choice in choices if choice != {"type": "null"}]
         return common_kind(kinds)
 
     def _of_type(self, name: Any, schema: dict[str, Any]) -> ColumnKind:
-        """Return the kind for a schema whose `type` is `name`."""
         if name == "object":
             properties = schema.get("properties")
             if not properties:
@@ -133,7 +133,7 @@ class _SchemaReader:
         return _KINDS_OF_SCALARS.get(name, "json")
 
     def _of_array(self, schema: dict[str, Any]) -> ColumnKind:
-        """Return the kind for a schema of arrays: a list, or JSON if the schema says nothing of the items."""
+        """Return the kind for a schema of arrays: a list, or JSON if the items have no common type."""
         first_items, items = schema.get("prefixItems"), schema.get("items")
         if not first_items:
             inner = self.kind_of(items)
@@ -142,13 +142,13 @@ class _SchemaReader:
         else:
             inner = "json"  # Any values may follow the first items, so there is no common type.
         if inner == "json" and not items:
-            return "json"  # The schema says nothing of the items, so the whole array becomes one JSON text.
+            return "json"  # The schema does not describe the items, so the whole array becomes one JSON text.
         return "list", inner
 
     def _referred(self, reference: Any) -> ColumnKind:
         """Return the kind for the part of the schema that a `$ref` names.
 
-        The kind is JSON for a recursive schema, and for a reference that leads out of the schema.
+        It is JSON for a recursive schema, and for a reference that leads out of the schema.
         """
         if reference in self._open_references or not str(reference).startswith("#/"):
             return "json"
@@ -165,7 +165,7 @@ class _SchemaReader:
 def part_at(root: Any, reference: str) -> Any:
     """Return the part of a JSON Schema that a reference such as `#/$defs/a` names.
 
-    Raises LookupError if the schema has no such part.
+    Raises LookupError if there is no such part.
     """
     try:
         return functools.reduce(operator.getitem, reference.split("/")[1:], root)
@@ -174,10 +174,10 @@ def part_at(root: Any, reference: str) -> Any:
 
 
 def kinds_of_value(value: Any, level: int = 0) -> list[ColumnKind]:
-    """Return the possible column kinds of a JSON value. `common_kind` then combines the kinds of many values.
+    """Return the possible column kinds of a JSON value; `common_kind` combines those of many values.
 
     A list has a kind for each of its items. A null and an empty object have no kind, because any column can
-    hold them. `level` is the number of objects in which the value is nested.
+    hold them. `level` is the number of objects around the value.
     """
     if value is None or value == {}:
         return []
@@ -189,7 +189,7 @@ def kinds_of_value(value: Any, level: int = 0) -> list[ColumnKind]:
             properties.append((name, common_kind(["null", *kinds_of_value(inner, level + 1)])))
         return [("struct", tuple(properties))]
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        return ["json"]  # The number does not fit into a column of 64-bit integers.
+        return ["json"]  # The number does not fit into 64 bits.
     return [_KINDS_OF_VALUES.get(type(value), "json")]
 
 
@@ -199,7 +199,7 @@ def _kinds_of_values(values: Iterable[Any], level: int = 0) -> Iterator[ColumnKi
 
 def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
     """Return the kind of a column that can hold values of all `kinds`."""
-    # A dict keeps the order of the kinds, which becomes the order of the properties of a struct.
+    # A dict keeps the order, which becomes the order of the properties of a struct.
     distinct = dict.fromkeys(kinds)
     if len(distinct) > 1:
         distinct.pop("null", None)
@@ -215,7 +215,7 @@ def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
 def _common_struct(structs: Iterable[Any]) -> ColumnKind:
     """Return the struct with the properties of all `structs`, each a tuple of names and kinds.
 
-    The kind is JSON if a property has values of several types, or if there are too many properties.
+    It is JSON if a property has values of several types, or if there are too many properties.
     """
     kinds_of: dict[str, list[ColumnKind]] = {}
     for properties in structs:
@@ -223,8 +223,8 @@ def _common_struct(structs: Iterable[Any]) -> ColumnKind:
             kinds_of.setdefault(name, []).append(kind)
     merged = {name: common_kind(kinds) for name, kinds in kinds_of.items()}
     for name, kind in merged.items():
-        # A property of mixed types would become JSON text, in which strings have quotes, although the other
-        # properties of the struct have none. So the whole object becomes JSON.
+        # A property of mixed types would become JSON text, in which strings have quotes, unlike in the other
+        # properties. So the whole object becomes JSON.
         if innermost(kind) == "json" and {*map(innermost, kinds_of[name])} != {"json"}:
             return "json"
     return "json" if len(merged) > MOST_PROPERTIES else ("struct", tuple(merged.items()))
@@ -238,8 +238,8 @@ def innermost(kind: ColumnKind) -> ColumnKind:
 def fit(value: Any, kind: ColumnKind) -> Any:
     """Convert a value for a column of `kind`; raise ValueError, with a message for users, if impossible.
 
-    None stays None. Properties of an object are dropped if the column has no field for them. A date or a time
-    may be an ISO text.
+    None stays None. Properties of an object that the column does not have are dropped. A date or a time may
+    be an ISO text.
     """
     if value is None:
         return None

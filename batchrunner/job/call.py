@@ -18,10 +18,10 @@ from batchrunner.job.spec import Job, LimitsSpec, OnLength, OnRepetition
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
-"""Template, section `prompt` of a job, or function that returns the prompt of a row."""
+"""A template, the section `prompt` of a job, or a function that returns the prompt of a row."""
 
 _INDEX = "__index_level_"
-"""Prefix of the name of a column in which pandas stores the index of a data frame."""
+"""Prefix of the columns in which pandas stores the index of a data frame."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -42,17 +42,17 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryCall:
-    """Arguments of a call of the library, such as `generate`, without its rows."""
+    """Arguments of a library call, such as `generate`, without its rows."""
 
     engine: EngineSpec
     prompt: Prompt | None = None
     """Prompt of a row, see `Prompt`.
 
-    A string is a template of the user message. For a task without decoding, a string is a template of the
-    whole prompt, or the name of a column. None stands for the only text column.
+    A string is a template of the user message. For a task without decoding, it is a template of the whole
+    prompt, or the name of a column. None means the only text column.
     """
     columns: Sequence[str] = ()
-    """Columns of the rows to copy into the results."""
+    """Columns of the rows that are copied into the results."""
     limits: Mapping[str, Any] | LimitsSpec | None = None
     task: TaskName = GENERATE
     task_options: Mapping[str, Any] | None = None
@@ -65,16 +65,16 @@ class LibraryCall:
     on_length: OnLength | None = None
     on_repetition: OnRepetition = "keep"
     own_rows: bool = False
-    """Whether the program passes the rows itself, instead of the path of files with rows.
+    """Whether the program passes the rows themselves instead of paths of files.
 
-    The images, audio and videos of such rows may lie in any folder.
+    The images, audio and videos of such rows may be in any folder.
     """
 
     def job(self, schema: pa.Schema, paths: Sequence[str], output: Path) -> Job:
         """Return the job that reads the files `paths` and writes to the directory `output`.
 
-        `schema` has the columns of the input. Raises JobError for invalid arguments of the call, and
-        InputError if the call has no prompt and the input has not exactly one text column.
+        `schema` has the columns of the input. Raises JobError for invalid arguments, and InputError if there
+        is no prompt and the input does not have exactly one text column.
         """
         prompt = self.prompt
         if prompt is None:
@@ -83,7 +83,7 @@ class LibraryCall:
             prompt = {"user" if self.task == GENERATE else "text": prompt}
         elif not isinstance(prompt, Mapping):
             prompt = {"python": prompt}
-        if self.own_rows:  # The rows come from the program, so their files may lie in any folder.
+        if self.own_rows:  # The rows come from the program, so their files may be in any folder.
             prompt = {name: _anywhere(name, value) for name, value in prompt.items()}
         tree: dict[str, Any] = {
             "task": self.task,
@@ -99,7 +99,7 @@ class LibraryCall:
             "limits": self.limits or {},
         }
         task_fields = TASKS[self.task].takes if self.task in TASKS else ()
-        # The name of an option is the last part of a field's name: `softmax` sets `output.softmax`.
+        # An option has the last part of a field's name: `softmax` sets `output.softmax`.
         fields_by_option = {field.rpartition(".")[2]: field for field in task_fields}
         for option, value in (self.task_options or {}).items():
             if option not in fields_by_option:
@@ -123,12 +123,12 @@ def default_prompt(schema: pa.Schema) -> str:
             hint=f"only rows with exactly 1 text column need none, but these have {len(names)} text columns "
             f"(columns: {columns or 'none'})",
         )
-    # The template has the form `{{ row["NAME"] }}`, because a name may not be a valid variable in Jinja2.
+    # A column's name may not be a valid variable in Jinja2, hence `{{ row["NAME"] }}`.
     return f"{{{{ row[{json.dumps(names[0], ensure_ascii=False)}] }}}}"
 
 
 def _anywhere(name: str, value: Any) -> Any:
-    """Return the value of a key of `prompt`. For a key such as `images`, allow all folders by default."""
+    """Return the value of a field of `prompt`. For a field such as `images`, allow all folders by default."""
     expanded = media_part(name, value) if name in KIND_OF_FIELD else None
     return {"folder": "/", **expanded} if isinstance(expanded, Mapping) else value
 
@@ -147,13 +147,13 @@ def job_of_batch(
 ) -> Job:
     """Return the job that sends the requests in the batch file `requests`; its run directory is `run`.
 
-    `engine` is a model, the addresses of servers, or a base job. A base job is a job file whose fields in
-    _OF_BASE are used. By default, any number of requests may fail. `allows_repeated` tells whether several
-    lines may have one custom_id. Raises JobError if the base job or an override is invalid.
+    `engine` is a model, the addresses of servers, or a base job: a job file of which only the fields in
+    _OF_BASE are used. By default, any number of requests may fail. With `allows_repeated`, several lines may
+    have the same custom_id. Raises JobError if the base job or an override is invalid.
     """
     for override in overrides:
         name = override.partition("=")[0].strip()
-        # `name` may be a field of _OF_BASE or a key below it, such as engine.args.
+        # `name` may be a field in _OF_BASE or a key below it, such as engine.args.
         if not {name, name.partition(".")[0]} & _OF_BASE:
             raise JobError(f"--set {override}: a batch does not have this field", hint="leave it out")
     is_base_job = len(engine) == 1 and engine[0].endswith((".yaml", ".yml"))
@@ -162,8 +162,8 @@ def job_of_batch(
     for section in ("output", "limits"):
         if not isinstance(tree.setdefault(section, {}), dict):
             raise JobError(f"{section}: should be a mapping", hint="write keys below it")
-    # The requests themselves define what the other fields would. Unknown keys stay, so that `load_job`
-    # refuses them.
+    # The requests themselves replace the other fields. Unknown keys are kept, so that `load_job` refuses
+    # them.
     dropped_fields = {*Job.model_fields} - _OF_BASE
     output, limits = tree["output"], tree["limits"]
     tree = {field: value for field, value in tree.items() if field not in dropped_fields} | {

@@ -11,13 +11,13 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from batchrunner.job.fields import Duration, ModelName, Off, Spec, UserPath, user_paths
 
 API_KEY_VARIABLE = "SGLANG_API_KEY"
-"""Environment variable with the API key of SGLang servers, if the job names no other variable."""
+"""Environment variable with the API key of SGLang servers, if the job names no other."""
 PARSER = "reasoning-parser"
-"""SGLang's server argument that names the parser which separates thinking from the answer."""
+"""SGLang's server argument for the parser that separates thinking from the answer."""
 STRICT_THINKING = "enable-strict-thinking"
-"""SGLang's server argument that a server needs to accept limits of thinking tokens."""
+"""SGLang's server argument that is required for limits of thinking tokens."""
 THINK_LIMIT = "SGLANG_MAX_THINK_TOKENS"
-"""Environment variable with a limit of thinking tokens for all requests of an SGLang server."""
+"""Environment variable that limits the thinking tokens of all requests to an SGLang server."""
 
 
 def _checked_url(url: str) -> str:
@@ -70,7 +70,7 @@ class GatewayEngine(RunningServers):
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
-"""Server arguments of SGLang that batchrunner sets itself, so that a job must not set them."""
+"""Server arguments of SGLang that batchrunner sets itself, so a job must not set them."""
 
 
 class ServerEngine(Spec):
@@ -172,4 +172,3 @@ ENGINE_KINDS: tuple[str, ...] = tuple(
     for engine_class in get_args(get_args(EngineSpec)[0])
     for kind in get_args(engine_class.model_fields["kind"].annotation)
 )
-"""The values of `engine.kind`."""

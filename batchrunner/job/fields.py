@@ -22,9 +22,9 @@ from pydantic import (
 _DURATION = re.compile(
     r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?"
 )
-"""Pattern of a duration with days, hours, minutes and seconds, such as 2h30m."""
+"""Pattern of a duration in days, hours, minutes and seconds, such as 2h30m."""
 _UNITS_S = (86400.0, 3600.0, 60.0, 1.0)
-"""Lengths in seconds of a day, an hour, a minute and a second, in the order of the groups of _DURATION."""
+"""Seconds in a day, an hour, a minute and a second, in the order of the groups of _DURATION."""
 
 
 def _seconds(value: object) -> object:
@@ -32,7 +32,7 @@ def _seconds(value: object) -> object:
     if not isinstance(value, str):
         return value
     match = _DURATION.fullmatch(value.strip().replace(" ", ""))
-    if not match or not any(match.groups()):  # Each group is optional, so the pattern also matches "".
+    if not match or not any(match.groups()):  # All groups are optional, so the pattern also matches "".
         raise ValueError("a duration is a number of seconds, or a text such as 90s, 30m, 2h30m or 1d")
     return sum(float(number) * unit for number, unit in zip(match.groups(), _UNITS_S, strict=True) if number)
 
@@ -45,7 +45,7 @@ def _share(value: object) -> object:
         number = float(value.strip().removesuffix("%"))
     except ValueError:
         raise ValueError("a share is a text such as 1%, or a number such as 0.01") from None
-    # A text without % is returned unchanged, because pydantic converts it to a number.
+    # Without %, pydantic converts the text to a number.
     return number / 100 if value.strip().endswith("%") else value
 
 
@@ -53,12 +53,12 @@ _HOME = re.compile(r"^\$(?:HOME|\{HOME\})(?=/|$)")
 
 
 def user_path(path: str) -> str:
-    """Return a path with the home directory in place of a leading `~`, `~user`, `$HOME` or `${HOME}`."""
+    """Replace a leading `~`, `~user`, `$HOME` or `${HOME}` in a path by the home directory."""
     return os.path.expanduser(_HOME.sub("~", path))  # noqa: PTH111 - Path would drop a final slash
 
 
 def user_paths(value: Any) -> Any:
-    """Return the value with `user_path` applied to a text, or to each text in a list."""
+    """Apply `user_path` to a text, or to each text in a list; return the value."""
     if isinstance(value, list):
         return [user_paths(item) for item in value]
     return user_path(value) if isinstance(value, str) else value
@@ -76,7 +76,7 @@ UserPath: TypeAlias = Annotated[str, AfterValidator(_checked_path)]
 Off: TypeAlias = Annotated[Literal["off"], BeforeValidator(lambda value: "off" if value is False else value)]
 """The word `off`, which YAML reads as false."""
 _SHARE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
-"""JSON Schema of a share that is a text, such as 1%."""
+"""JSON Schema of a share as a text, such as 1%."""
 Duration: TypeAlias = Annotated[
     float,
     Field(gt=0, allow_inf_nan=True),
@@ -98,24 +98,25 @@ CountOrShare: TypeAlias = Annotated[
     BeforeValidator(_share),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _SHARE_TEXT]}),
 ]
-"""Integer count, or a fraction that is a float or a text such as 1%."""
+"""An integer count, or a fraction (a float, or a text such as 1%)."""
 
 
 REFERENCE = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
-"""Pattern of the reference to a Python function, `module:function`."""
+"""Pattern of a reference to a Python function, `module:function`."""
 
 
 def name_of(function: str | Callable[..., Any]) -> str:
-    """Return the name `module:function` of a Python function, given as this name or as the function."""
+    """Return the name `module:function` of a Python function; the argument may be this name already."""
     if isinstance(function, str):
         return function
     inner = getattr(function, "func", function)  # A functools.partial gets the name of its function.
-    named = inner if hasattr(inner, "__qualname__") else type(inner)  # A callable object gets its class.
+    # A callable object gets the name of its class.
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def _function(value: object) -> object:
-    """Return the value if it is a function or a reference to a function; raise ValueError otherwise."""
+    """Return a function, or a reference to one, unchanged; raise ValueError for any other value."""
     is_function = re.fullmatch(REFERENCE, value) if isinstance(value, str) else callable(value)
     if is_function:
         return value
@@ -132,26 +133,26 @@ PythonFunction: TypeAlias = Annotated[
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise ValueError with a line for each fault, if there is any fault."""
+    """Raise ValueError with a line for each fault, if there are any."""
     if lines := "\n".join(faults):
         raise ValueError(lines)
 
 
 class Spec(BaseModel):
-    """Base class of all sections of a job: immutable, no unknown keys, values that JSON can hold."""
+    """Base class of all sections of a job: immutable, no unknown keys, only values of JSON types."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        serialize_by_alias=True,  # Some keys, such as `continue`, are keywords of Python and need an alias.
+        serialize_by_alias=True,  # Some keys, such as `continue`, are Python keywords and need an alias.
     )
 
     @field_validator("*")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
-        """Return a value in its JSON form, which run.json stores and the engine receives.
+        """Return a value in the JSON form that run.json stores and the engine receives.
 
         Raises ValueError for a value without such a form.
         """
@@ -182,15 +183,15 @@ def is_hub_name(text: str) -> bool:
 
 
 def as_folder(path: os.PathLike[str]) -> str:
-    """Return a path as text, with `./` in front if it may be taken for a model on the Hugging Face Hub."""
+    """Return a path as text; begin it with `./` if it might be taken for a model on the Hugging Face Hub."""
     text = os.fspath(path)
     return text if Path(text).exists() or text.startswith(("/", ".", "~")) else f"./{text}"
 
 
 def _checked_model(model: str) -> str:
-    """Return a model's directory or name unchanged; raise ValueError for a text that cannot be either.
+    """Return a model's directory or name unchanged; raise ValueError for a text that can be neither.
 
-    A directory need not exist here, because it may be on another machine.
+    The directory may be on another machine, so it need not exist here.
     """
     looks_like_path = model.startswith(("/", ".", "~")) or (model != "" and Path(model).exists())
     if looks_like_path or is_hub_name(model):

@@ -1,4 +1,4 @@
-"""Loads a job's Python functions in the worker process that calls them, and converts their results."""
+"""Loads a job's Python functions in a worker process, and converts their results."""
 
 import ast
 import contextlib
@@ -34,22 +34,21 @@ class Annotations(NamedTuple):
     columns: Columns = ()
     """Columns that the function returns, with their types; empty if they are not declared."""
     may_be_none: bool = False
-    """Whether the function may return None."""
     reads: tuple[str, ...] | None = None
-    """Columns of the row that the function gets as its first argument; None if they are not declared."""
+    """Columns of the row that is the function's first argument; None if they are not declared."""
 
 
 class HookFunction(NamedTuple):
-    """Python function of a job, in the form in which a worker process loads it."""
+    """A Python function of a job, as it is sent to a worker process."""
 
     where: str
     """Job field that names the function, such as `prompt.python`."""
     name: str
-    """Name of the function in messages, `module:function`."""
+    """Name of the function in messages: `module:function`."""
     target: str | bytes
-    """The reference `module:function`. For a function that a program passes, the bytes of cloudpickle.
+    """The reference `module:function`, or cloudpickle's bytes for a function that a program passes.
 
-    The bytes hold a tuple of the function, its Annotations and the digest of its code.
+    The bytes are a tuple of the function, its Annotations and the digest of its code.
     """
 
 
@@ -58,7 +57,7 @@ def load_functions(
 ) -> tuple[list[HookFacts], list[Callable[..., Any]]]:
     """Import the Python functions of a job.
 
-    Return the properties of each function, and a callable that calls it and converts its result. Raises
+    Returns the properties of each function, and a callable that calls it and converts its result. Raises
     HookLoadError if a function cannot be imported or called.
     """
     loaded = [_load(function) for function in functions]
@@ -105,11 +104,11 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
 def code_digest(function: Any) -> str | None:
     """Return a digest of the code that a function depends on, without comments and layout.
 
-    This code is the whole module of the function, so that a change of a helper or of a constant in the module
-    also changes the digest. In a script or a notebook (`__main__`), only the code of the function counts,
-    because the rest is often unrelated. Return None if there is no source.
+    Returns None if the source is unknown. The digest covers the code of the function's whole module, because
+    a helper or a constant in it may change. In a script or a notebook (`__main__`), only the function itself
+    counts, because the rest is often unrelated.
     """
-    inner = getattr(function, "func", function)  # `func` is the function in a functools.partial.
+    inner = getattr(function, "func", function)  # A functools.partial has its function in `func`.
     inner = inspect.unwrap(inner) if hasattr(inner, "__qualname__") else type(inner)
     module = inspect.getmodule(inner)
     is_in_file = module is not None and module.__name__ != "__main__" and hasattr(module, "__file__")
@@ -117,9 +116,9 @@ def code_digest(function: Any) -> str | None:
         code = textwrap.dedent(inspect.getsource(module if module is not None and is_in_file else inner))
     except (OSError, TypeError):
         return None
-    # Parsing and unparsing removes comments and formatting. It fails for some lambdas, because `getsource`
-    # returns the whole line with the lambda, which may be a part of a longer statement. Such a line is
-    # digested unchanged.
+    # Parsing and unparsing removes comments and formatting. For some lambdas this fails: `getsource` returns
+    # the whole line with the lambda, which is not always a complete statement. Such a line is digested as it
+    # is.
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         code = ast.unparse(ast.parse(code))
     return hashlib.sha256(code.encode("utf-8", "replace")).hexdigest()[:16]
@@ -137,13 +136,13 @@ def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str
 async def _solve(
     function: Callable[..., Any], annotations: Annotations, name: str, *args: Any
 ) -> list[dict[str, Any]]:
-    """Run the function of a rollout, and return the values of each row that the function returned.
+    """Run the function of a multi-turn rollout; return the values of each row that it returns.
 
     The function may return one row, a list of rows, or None for no row. Raises UnusableValueError if the
     result cannot be converted.
     """
     value = await function(*args)
-    # A NamedTuple, which has `_fields`, is a single row although it is a tuple.
+    # A NamedTuple (it has `_fields`) is a single row, although it is a tuple.
     is_list_of_rows = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
     rows = value if is_list_of_rows else [value]
     try:
@@ -153,10 +152,11 @@ async def _solve(
 
 
 def _takes_row(function: Any, where: str) -> bool:
-    """Tell whether a function of the job field `where` takes a second argument, the row, after the answer.
+    """Tell whether a function takes the row as a second argument, after the answer.
 
-    For `prompt.rollout`, whose function takes the row and `generate`, the result is True. Raises
-    HookLoadError if the function cannot be called with the arguments of its field.
+    `where` is the job field that names the function. For `prompt.rollout`, whose arguments are the row and
+    `generate`, the result is True. Raises HookLoadError if the function does not accept the arguments of its
+    field.
     """
     if not callable(function):
         raise HookLoadError("is not a function")
@@ -183,7 +183,6 @@ def _takes_row(function: Any, where: str) -> bool:
 
 
 def _accepts(signature: inspect.Signature, *args: str) -> bool:
-    """Tell whether a function with this signature can be called with these positional arguments."""
     try:
         signature.bind(*args)
     except TypeError:
@@ -204,7 +203,7 @@ def annotations_for(function: Any, where: str) -> Annotations:
     except ValueError as failure:
         if where != PROMPT:
             raise HookLoadError(str(failure)) from None
-        return Annotations()  # The annotations of `prompt.python` are optional.
+        return Annotations()  # `prompt.python` need not have annotations.
     if where == PARSE and not annotations.columns:
         raise HookLoadError(
             "does not declare the columns that it returns: annotate the result with a TypedDict, a "
@@ -216,12 +215,12 @@ def annotations_for(function: Any, where: str) -> Annotations:
 def annotations_of(function: Any) -> Annotations:
     """Read the annotations of a function.
 
-    Raises ValueError if an annotation cannot be read. Its text continues a message that begins with the name
-    of the function.
+    Raises ValueError if one cannot be read. The error's text continues a message that begins with the
+    function's name.
     """
-    inner = getattr(function, "func", function)  # `func` is the function in a functools.partial.
+    inner = getattr(function, "func", function)  # A functools.partial has its function in `func`.
     try:
-        if isinstance(inner, type):  # The function is a class, whose call returns an instance of it.
+        if isinstance(inner, type):  # Calling a class returns an instance of it.
             hints: dict[str, Any] = {"return": inner}
         else:
             # A callable object has its annotations at the method `__call__`.
@@ -232,7 +231,7 @@ def annotations_of(function: Any) -> Annotations:
     result_type = hints.pop("return", None)
     row_type = next(iter(hints.values()), None)  # The first argument of a function may be the row.
     reads = tuple(typing.get_type_hints(row_type)) if typing_extensions.is_typeddict(row_type) else None
-    # A result type such as `X | None` means that the function may return None.
+    # With a result type such as `X | None`, the function may return None.
     is_union = typing.get_origin(result_type) in _UNIONS
     members = typing.get_args(result_type) if is_union else (result_type,)
     classes = [member for member in members if member is not types.NoneType]
@@ -243,7 +242,7 @@ def annotations_of(function: Any) -> Annotations:
 
 
 def _type_hints(function: Any) -> dict[str, Any]:
-    """Return the types of a function's arguments and result, or only the type of the result.
+    """Return the types of a function's arguments and result, or only of the result.
 
     The types of arguments cannot be read if their names are imported only for type checkers.
     """
@@ -252,7 +251,7 @@ def _type_hints(function: Any) -> dict[str, Any]:
     except NameError:
         function = inspect.unwrap(function)
         annotations = {name: kind for name, kind in function.__annotations__.items() if name == "return"}
-        # get_type_hints accepts any object with annotations, so pass one that has only the annotation of the
+        # get_type_hints accepts any object with annotations, so this one has only the annotation of the
         # result.
         result_only = types.SimpleNamespace(__annotations__=annotations)
         return typing.get_type_hints(result_only, function.__globals__, include_extras=True)
@@ -294,12 +293,12 @@ def columns_of(kind: Any) -> Columns:
 def _readable_by_pydantic(annotation: Any, enclosing: tuple[Any, ...]) -> Any:
     """Replace each dataclass and TypedDict in an annotation by a TypedDict of typing_extensions.
 
-    This is necessary because pydantic refuses the TypedDict of the module `typing` before Python 3.12, also
-    within a dataclass. `enclosing` are the classes whose fields lead to the annotation. A class that contains
-    itself becomes a dict there. Raises NameError if an annotation names an unknown class.
+    Before Python 3.12, pydantic refuses the TypedDict of the module `typing`, also inside a dataclass.
+    `enclosing` are the classes whose fields lead to this annotation. Among them, a class that contains itself
+    becomes a dict. Raises NameError if an annotation names an unknown class.
     """
     is_typed_dict = typing_extensions.is_typeddict(annotation)
-    # A dataclass of pydantic itself has `__pydantic_fields__`, and needs no replacement.
+    # A dataclass of pydantic itself (it has `__pydantic_fields__`) needs no replacement.
     is_dataclass = dataclasses.is_dataclass(annotation) and not hasattr(annotation, "__pydantic_fields__")
     if is_typed_dict or is_dataclass:
         if annotation in enclosing:
@@ -316,25 +315,25 @@ def _readable_by_pydantic(annotation: Any, enclosing: tuple[Any, ...]) -> Any:
         return readable[0]  # The column is the same whether or not the key may be missing.
     if origin in _UNIONS:
         return functools.reduce(operator.or_, readable)
-    # A type with one argument is written `list[X]`, a type with several `dict[X, Y]`, which takes a tuple.
+    # A type with one argument is `list[X]`, a type with several is `dict[X, Y]`, which takes a tuple.
     return origin[readable[0] if len(readable) == 1 else readable]
 
 
 def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
-    """Return the value of each declared column from the result of a function; None for a missing value.
+    """Return the value of each declared column in the result of a function; None for a missing value.
 
-    A function that declares no columns, as only a rollout may, gets all its values back as JSON values.
-    Raises ValueError or TypeError if a value does not fit its column, or if a key is not a declared column.
-    The text of the error continues a message that begins with the name of the function.
+    A rollout function may declare no columns. Then all its values are returned, as JSON values. Raises
+    ValueError or TypeError if a value does not fit its column, or if a key is not a declared column. The
+    error's text continues a message that begins with the function's name.
     """
     if value is None and annotations.may_be_none:
         value = {}
-    # A NamedTuple, which has `_asdict`, would otherwise become a list.
+    # A NamedTuple (it has `_asdict`) would otherwise become a list.
     fields = plain(value._asdict() if hasattr(value, "_asdict") else value)
     if not isinstance(fields, dict):
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
     if not annotations.columns:
-        # Encoding to JSON and decoding again leaves only values of JSON types.
+        # Encoding to JSON and decoding again leaves only JSON types.
         return _read_mapping.decode(msgspec.json.encode(fields))
     from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
 
@@ -358,14 +357,15 @@ def plain(value: Any) -> Any:
 
 def _plain_object(value: Any) -> Any:
     """Convert an object of a type that msgspec does not support; raise TypeError if that is impossible."""
-    for method in ("model_dump", "tolist"):  # A pydantic model has the first, a value of NumPy the second.
+    # `model_dump` is for pydantic models, `tolist` for values of NumPy.
+    for method in ("model_dump", "tolist"):
         if hasattr(value, method):
             return plain(getattr(value, method)())
     if isinstance(value, Mapping):
         return plain(dict(value))
     if isinstance(value, Path):
         return str(value)
-    for scalar in (str, int, float):  # msgspec does not convert instances of subclasses of these types.
+    for scalar in (str, int, float):  # msgspec does not convert subclasses of these types.
         if isinstance(value, scalar):
             return scalar(value)
     raise TypeError(f"{_a(value)} is neither a scalar nor a list or dict of scalars")

@@ -20,16 +20,16 @@ from batchrunner.job.fields import as_folder
 from batchrunner.job.spec import Job
 
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
-"""Section `engine` of a job, or a short form of the section, such as the name of a model."""
+"""Section `engine` of a job, or a short form of it, such as the name of a model."""
 _YAML_MARKS = tuple("\"'|>!&*")
-"""First characters that show that a text is meant as YAML: of a quoted text, block, tag, anchor or alias."""
+"""First characters of a text that is meant as YAML: of a quoted text, block, tag, anchor or alias."""
 EXAMPLES = {
     "input": "input: {path: docs.parquet}",
     "prompt": 'prompt: {user: "Summarise: {{ text }}"}',
     "output": "output: {path: out/run}",
     "engine": "engine: Qwen/Qwen3-8B, to start a server, or engine: http://HOST:PORT of one that runs",
 }
-"""Example of each section that a job must have, shown if the section is missing."""
+"""Example of each required section, shown if the section is missing."""
 _TAB_HINT = "indent with spaces: YAML does not allow tabs in the indentation"
 _YAML_HINT = (
     "put quotes around a text that begins with {{, % or *, or that contains a colon and a space; indent all "
@@ -72,7 +72,7 @@ def load_job(
                 tree["engine"] = _engine_tree(tree["engine"])
     faults.raise_all()
     if isinstance(source, (str, Path)) and source != "-":
-        # Python functions are looked up in the directory of the job file by default.
+        # By default, Python functions are looked up in the directory of the job file.
         tree.setdefault("python_path", [str(_job_path(source).absolute().parent)])
         name = name or str(source)
     job: Job = validated(Job, tree, name or "job")
@@ -99,7 +99,7 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
 
 
 def _engine_tree(source: Any) -> Any:
-    """Return the section `engine` for a short form; return any other value unchanged."""
+    """Return the section `engine` for a short form; any other value unchanged."""
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
     is_shared_engine = isinstance(source, (str, Path)) and str(source).endswith(".json")
@@ -131,14 +131,14 @@ def _engine_of_text(source: str) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Loader of YAML that refuses a repeated key, while SafeLoader would keep the key's last value."""
+    """YAML loader that refuses a repeated key. SafeLoader would keep its last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping of a node; raise ConstructorError for a repeated key."""
         keys: list[Any] = []
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                continue  # `<<` may be repeated. The base class merges the mappings that it names.
+                continue  # `<<` may be repeated: it merges mappings.
             key = self.construct_object(key_node, deep=True)
             if key in keys:
                 raise yaml.constructor.ConstructorError(
@@ -149,11 +149,11 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def parse(text: str, where: str) -> Any:
-    """Return the value of a YAML text; raise JobError with `where` in front if the text is invalid."""
+    """Return the value of a YAML text; raise JobError if it is invalid. The message begins with `where`."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
-        # PyYAML also raises errors of Python, for values such as a date with month 13. They have no mark.
+        # PyYAML also raises errors of Python without a mark, for values such as a date with month 13.
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or first_line(failure)
@@ -171,7 +171,7 @@ def _job_path(source: str | Path) -> Path:
 def read_job_file(source: str | Path) -> dict[str, Any]:
     """Return the mapping in a YAML file (`-`: standard input), which may lack sections of a job.
 
-    Raises JobError if the file cannot be read, or holds anything but a mapping.
+    Raises JobError if the file cannot be read, or is not a mapping.
     """
     path = _job_path(source)
     # A .json file may be a job, because JSON is also YAML.
@@ -215,8 +215,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _value_of(text: str, where: str) -> Any:
     """Return the value of an override, read as YAML, or unchanged if it is not meant as YAML.
 
-    A value is not meant as YAML if it is not valid YAML, such as a template or an expression. The same holds
-    for a text that YAML would change, because YAML joins lines and drops the rest of a line after ` #`.
+    A text that is not valid YAML, such as a template or an expression, is not meant as YAML. Nor is a text
+    that YAML would change: YAML joins lines, and drops the rest of a line after ` #`.
     """
     try:
         value = parse(text, where)
@@ -255,7 +255,7 @@ def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
         faults = Faults()
         for problem, hint in _explain(failure, kind, tree):
             faults.add(JobError(f"{name}: {problem}", hint=hint))
-        # There is at least one fault, so this call always raises.
+        # There is at least one fault, so this always raises.
         faults.raise_all()
 
 
@@ -265,8 +265,7 @@ class _Location(NamedTuple):
     path: tuple[str, ...]
     """Keys and list indices that lead to the problem in the user's job."""
     branches: dict[tuple[str, ...], str]
-    """For each union that `path` passes: the path of the union, and the branch in which pydantic found the
-    problem."""
+    """For each union on the way: the path to it, and the branch (alternative) in which the problem is."""
 
 
 class _Problem(NamedTuple):
@@ -277,16 +276,16 @@ class _Problem(NamedTuple):
 
     @property
     def progress(self) -> tuple[bool, int]:
-        """How far pydantic got in this branch of a union, to compare branches.
+        """How well a branch of a union fits the user's job; used to compare branches.
 
-        An unknown key ranks highest, because pydantic reports it for a branch whose other keys fit. Among
-        other problems, the longest path ranks highest.
+        An unknown key ranks highest, because pydantic reports it only if the other keys fit. Among other
+        problems, the longest path ranks highest.
         """
         return self.details["type"] == "extra_forbidden", len(self.details["loc"])
 
 
 def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tuple[str, str | None]]:
-    """Yield the faults in pydantic's list of errors, each as a line for the user and a hint or None."""
+    """Yield pydantic's errors, each as a line for the user and a hint or None."""
     problems = [_Problem(_location_of(tree, error), error) for error in failure.errors(include_url=False)]
     errors_by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for location, error in _in_intended_branches(problems):
@@ -297,7 +296,7 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tupl
             intended_key = _closest(path[-1], _keys(kind, path[:-1]))
             misspelled_paths.add((*path[:-1], intended_key))
     for path, errors in errors_by_path.items():
-        # A missing key that was only misspelled needs no fault, because the unknown key has one.
+        # A missing key that was only misspelled is not a fault of its own: the unknown key is reported.
         is_misspelled = errors[0]["type"] == "missing" and path in misspelled_paths
         if not is_misspelled:
             yield from _faults_at(path, errors, kind)
@@ -306,8 +305,8 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tupl
 def _in_intended_branches(problems: list[_Problem]) -> list[_Problem]:
     """Return the problems without those in branches of unions that the user did not intend.
 
-    Pydantic reports the problems of every branch of a union. The user probably intended the branch in which
-    pydantic got furthest.
+    Pydantic reports the problems of every branch. The user probably intended the branch in which pydantic got
+    furthest.
     """
     unions = {union for problem in problems for union in problem.location.branches}
     for union in sorted(unions, key=len):  # Outer unions come first, because their paths are shorter.
@@ -316,8 +315,8 @@ def _in_intended_branches(problems: list[_Problem]) -> list[_Problem]:
             continue
         best = max(rivals, key=lambda problem: problem.progress).location
         if best.path == union:
-            # The value as a whole fits no branch. Keep the messages about the whole value from all branches,
-            # because together they say what is allowed.
+            # The value as a whole fits no branch. The messages from all branches are kept, because together
+            # they say what is allowed.
             losers = [rival for rival in rivals if rival.location.path != union]
         else:
             losers = [rival for rival in rivals if rival.location.branches[union] != best.branches[union]]
@@ -366,13 +365,13 @@ def _message(problem: ErrorDetails) -> str:
 def _location_of(tree: object, problem: ErrorDetails) -> _Location:
     """Return the location of an error in `tree`, the mapping of the user's job.
 
-    Pydantic's location consists of keys and list indices, and of the names of the branches of unions. A step
-    that is neither a key nor an index in the user's job is the name of a branch.
+    Pydantic's location has keys, list indices, and names of branches of unions. A step that is not a key or
+    index of the user's job is the name of a branch.
     """
     path: tuple[str, ...] = ()
     branches: dict[tuple[str, ...], str] = {}
     is_missing = problem["type"] == "missing"
-    # The last step to a missing key is not in the job, but is no branch of a union. The key is added below.
+    # The last step to a missing key is not in the job, but is no branch either. It is added below.
     for step in problem["loc"][:-1] if is_missing else problem["loc"]:
         if isinstance(tree, Mapping) and step in tree:
             path = (*path, str(step))
@@ -381,7 +380,7 @@ def _location_of(tree: object, problem: ErrorDetails) -> _Location:
             path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
         elif not (isinstance(tree, Mapping) and step == tree.get("kind")):
-            # The branch of an engine that the user chose by `kind` is not recorded, because it is certain.
+            # A branch that the user chose by the `kind` of an engine is certain, so it is not recorded.
             branches.setdefault(path, str(step))
     if is_missing:
         path = (*path, str(problem["loc"][-1]))
@@ -392,7 +391,7 @@ def _nearest(path: Sequence[str], kind: Any) -> str:
     """Return the hint for an unknown key at `path`, in a job or in a section of the class `kind`."""
     *section, key = path
     keys = _keys(kind, section)
-    if key in keys:  # One class of the union has the key, but not the class that the user chose.
+    if key in keys:  # Another class of the union has the key, but not the class that the user chose.
         return "this key belongs to another kind of engine: leave it out, or change `kind`"
     hint = _near(key, sorted(keys))
     return f"{hint} (arguments of SGLang go into engine.args)" if section == ["engine"] else hint
@@ -428,6 +427,6 @@ def _keys(kind: Any, path: Sequence[str]) -> set[str]:
     if not path:
         return set(fields)
     key, *steps = path
-    # Indices of lists are left out, because all items of a list have the same type.
+    # All items of a list have the same type, so indices are left out.
     keys_below = [step for step in steps if not step.isdigit()]
     return _keys(fields.get(key), keys_below)

@@ -1,4 +1,4 @@
-"""Sections `output` and `storage` of a job: the results and the access to object stores."""
+"""Sections `output` and `storage` of a job: the results, and the access to object stores."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ RESULT_COLUMNS = {
     "attempts": "Number of times that the row was sent; 0 if it shares the answer of an equal row.",
     "error": "Why the row failed; null if it did not.",
 }
-"""Meanings of the columns that every result has besides the columns that are copied from the input.
+"""Columns that every result has, with their meanings.
 
-In the results, `row` comes before the copied columns, and all other columns come after them.
+In the results, `row` comes first, then the columns copied from the input, then all other columns.
 """
 OF_TEXTS = frozenset({"output", "finish_reason", "completion_tokens"})
-"""Columns of RESULT_COLUMNS that results of tasks without decoding lack."""
+"""Result columns that tasks without decoding do not have."""
 REASONING = "reasoning"
 TOOL_CALLS = "tool_calls"
 ANSWER_COLUMNS = {
@@ -44,18 +44,18 @@ ANSWER_COLUMNS = {
     "parsed": "The output as JSON: a value of the schema's type, or a JSON text if there is no schema; null "
     "if the output is not JSON. Jobs with a schema always have this column.",
 }
-"""Meanings of the columns that a job can ask for. In the results they come after RESULT_COLUMNS."""
+"""Columns that a job can ask for, with their meanings. In the results they come after RESULT_COLUMNS."""
 PARSED = "parsed"
 CUT = "length"
 """Finish reason of an output that was truncated at `max_new_tokens`."""
 REPETITION = "repetition"
 """Finish reason of an output that was stopped because it repeated itself (`on_repetition`)."""
 RESPONSE = "response"
-"""Last column of the results if the input is a batch file: the whole answer of the endpoint, as JSON."""
+"""Last result column if the input is a batch file: the endpoint's whole answer, as JSON."""
 REQUEST_DIGEST = "request_digest"
-"""Last column of a part file (a Parquet file of results), with a digest of each row's request.
+"""Last column of a part file (a Parquet file of results): a digest of each row's request.
 
-With this column, another run finds equal requests for its `output.reuse`. Merged results lack this column.
+With it, another run finds equal requests for its `output.reuse`. Merged results do not have this column.
 """
 TURNS, CONVERSATION, RETURNED = "turns", "conversation", "returned"
 ROLLOUT_COLUMNS = {
@@ -64,11 +64,11 @@ ROLLOUT_COLUMNS = {
     CONVERSATION: "For a row that failed: its last request, as JSON. The last answer is `output`.",
     RETURNED: "Result of a function without an annotation, as JSON; merging turns it into columns.",
 }
-"""Meanings of the additional columns in the results of `prompt.rollout`."""
+"""Additional columns in the results of `prompt.rollout`, with their meanings."""
 MADE_ROWS = "made_rows"
-"""Key in `Completion.columns` for the rows that the function of a rollout returned.
+"""Key in `Completion.columns` for the rows that a rollout function returned.
 
-It is not the name of a result column.
+It is not a result column.
 """
 OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 """Columns for which the engine computes log probabilities."""
@@ -79,11 +79,11 @@ AnswerColumn: TypeAlias = Literal[
     "latency_s", "attempts", "error",
 ]  # fmt: skip
 MOST_TOP_LOGPROBS = 100
-"""Maximum of `output.top_logprobs`."""
+"""Upper limit of `output.top_logprobs`."""
 STORE_DURABLE_S = 10.0
-"""Default of `output.durable` in seconds, if the results are in an object store.
+"""Default of `output.durable` in seconds, for results in an object store.
 
-Uploading every 10 s makes 360 requests an hour.
+An upload every 10 s makes 360 requests an hour.
 """
 
 
@@ -96,7 +96,7 @@ class OutputSpec(Spec):
     """Additional columns: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
     `prompt_logprobs`, `matched_stop`, `parsed`. Columns that every result has may be named too."""
     reuse: UserPath | None = None
-    """Path of another run. A row whose request is equal to one of that run gets its accepted answer."""
+    """Path of another run. A row whose request equals one of that run gets the accepted answer from there."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Number of tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
@@ -120,7 +120,7 @@ class OutputSpec(Spec):
 
     @property
     def uploaded_within_s(self) -> float:
-        """Maximum time in seconds until a finished row is uploaded, if `path` is a URI of an object store."""
+        """Maximum time in seconds until a finished row is uploaded, for a run in an object store."""
         return self.durable if "durable" in self.model_fields_set else STORE_DURABLE_S
 
     @property
@@ -130,9 +130,9 @@ class OutputSpec(Spec):
 
 
 def result_columns(task: ForwardTask | None) -> list[str]:
-    """Return the columns that every result has, without the columns that are copied from the input.
+    """Return the columns that every result has, without the columns copied from the input.
 
-    `task` is the task without decoding; None if the model generates text.
+    `task` is None if the model generates text.
     """
     if task is None:
         return [*RESULT_COLUMNS]
@@ -173,8 +173,7 @@ class StorageSpec(Spec):
         for name, variable in self.secrets.items():
             value = os.environ.get(variable)
             if not value:
-                # The message does not show `variable`, because a user may have written the secret itself
-                # there.
+                # `variable` is left out of the message: it may be the secret itself, by mistake.
                 raise JobError(
                     f"storage.secrets.{name}: the environment variable that it names is not set",
                     hint="export the secret as a variable, and give the variable's name",

@@ -14,7 +14,7 @@ DEFAULT_DPI = 150.0
 """Default resolution of a PDF page in dots per inch, at which the small print of a letter is legible."""
 
 MaxPixels: TypeAlias = Annotated[int, Field(ge=28 * 28)]
-"""Maximum number of pixels of an image; at least the pixels of one token in the most common models."""
+"""Maximum number of pixels of an image, at least those of one token in the most common models."""
 
 
 class MediaFiles(Spec):
@@ -77,7 +77,7 @@ class PdfSpec(MediaFiles):
 
     @property
     def columns(self) -> list[str]:
-        """List with the name of the only column, like the field `columns` of the other sections for files."""
+        """List with the only column, like the field `columns` of other sections for files."""
         return [self.column]
 
     @property
@@ -101,9 +101,12 @@ class FieldsSpec(Spec):
     columns: Annotated[list[str], Field(min_length=1)]
     """Names of the columns. A null is shown as `null`, and a list or a struct as JSON."""
     order: Literal["auto", "written"] = "auto"
-    """Order of the lines. `auto`: the order in which rows share the longest prefixes, so that more of each
-    prompt comes from the engine's prefix cache. The first start of the run decides this order from a sample
-    of the input, and later starts keep it. `written`: the order of `columns`."""
+    """Order of the lines.
+
+    `auto`: the order in which rows share the longest prefixes, so that the prefix cache saves the most work.
+    The first start of the run decides it from a sample of the input, and later starts keep it. `written`: the
+    order of `columns`.
+    """
 
 
 class PromptSpec(Spec):
@@ -190,7 +193,7 @@ class PromptSpec(Spec):
 
     @property
     def continues(self) -> bool:
-        """Whether the answer begins with an assistant message at the end of the prompt."""
+        """Whether the answer continues an assistant message at the end of the prompt."""
         return isinstance(self.messages, list) or self.python is not None or self.continue_ is True
 
     @property
@@ -219,7 +222,7 @@ class PromptSpec(Spec):
             )
         (kind,) = kinds_in_job
         has_templates = kind in {"user", "text"} or isinstance(self.messages, list)
-        # For each optional field, whether it has an effect on prompts of the job's kind.
+        # Whether each optional field has an effect on prompts of this kind.
         has_effect = {
             "fields": has_templates,
             "system": kind == "user",
@@ -263,7 +266,7 @@ class BatchPrompts(PromptSpec):
     """Section `prompt` of the job of `batchrun batch`, whose rows are the requests of a batch file.
 
     A row has the columns `custom_id`, `url` and `body`. The results have an additional last column,
-    `response`. A line that is not a valid request becomes a failed row. A job file cannot have this section.
+    `response`. A line without a valid request becomes a failed row. A job file cannot have this section.
     """
 
     is_batch = True
@@ -273,7 +276,7 @@ class BatchPrompts(PromptSpec):
 
 
 def tool_problem(tools: Any) -> str | None:
-    """Return the reason why a value is not a list of tools in OpenAI's form; None if it is one."""
+    """Return the reason why a value is not a list of tools in OpenAI's format; None if it is one."""
     if not isinstance(tools, list):
         return "not a list of tools"
     names = set()

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _PREPARE = "batchrunner.input.media.prepare:prepare"
 """Function of this package that reads the images, audio, videos and documents of a row.
 
-It runs in a worker process, as the functions of a job do.
+Like a job's own functions, it runs in a worker process.
 """
 _PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
-"""Optional packages that a field of `prompt` needs, by field. Audio and videos need none."""
+"""Optional packages that a field of `prompt` needs. Audio and videos need none."""
 
 
 def open_functions(job: Job) -> HookPool | None:
@@ -51,7 +51,7 @@ def open_functions(job: Job) -> HookPool | None:
     hooks = [_hook(field, function) for field, function in user_functions.items()]
     if job.prompt.media:
         _check_packages(job)
-        # The name completes messages such as `prompt: reading its files: took more than 30 s`.
+        # This name fits into messages such as `prompt: reading its files: took more than 30 s`.
         hooks.append(HookFunction(MEDIA, "reading its files", _PREPARE))
     limits = job.limits
     directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
@@ -74,7 +74,7 @@ def open_functions(job: Job) -> HookPool | None:
 
 
 def _check_packages(job: Job) -> None:
-    """Raise JobError if a package for the files of the job's prompts is not installed."""
+    """Raise JobError if a package for reading the files in prompts is not installed."""
     for field in job.prompt.media:
         for module in _PACKAGES.get(field, ()):
             if importlib.util.find_spec(module) is None:
@@ -84,7 +84,7 @@ def _check_packages(job: Job) -> None:
 
 
 def _hook(where: str, function: PythonFunction) -> HookFunction:
-    """Return a function of the job field `where` in the form in which a worker process loads it.
+    """Return a function of the job field `where` as it is sent to a worker process.
 
     Raises JobError if a function that a program passes cannot be sent to another process.
     """
@@ -97,7 +97,7 @@ def _hook(where: str, function: PythonFunction) -> HookFunction:
     import cloudpickle  # noqa: PLC0415 - only for a function that a program passes
 
     try:
-        # The source of the function, and the names in its annotations, may be unknown in another process.
+        # Another process may not know the function's source, or the names in its annotations.
         annotations, digest = annotations_for(function, where), code_digest(function)
         return HookFunction(where, name, cloudpickle.dumps((function, annotations, digest)))
     except HookLoadError as failure:
@@ -108,7 +108,7 @@ def _hook(where: str, function: PythonFunction) -> HookFunction:
 
 
 def _check_columns(job: Job, facts: HookFacts) -> None:
-    """Raise JobError if a function returns a column whose name the results use already."""
+    """Raise JobError if a function returns a column whose name the results already use."""
     used_names = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
     if facts.where == ROLLOUT:  # A rollout function may replace the column `turns`.
         used_names |= {*ROLLOUT_COLUMNS} - {TURNS}

@@ -13,7 +13,7 @@ from batchrunner.job.fields import Spec
 
 
 class FromColumn(Spec):
-    """Value from an input column, which may differ from row to row."""
+    """Value from an input column, which may differ between rows."""
 
     column: str
     """Input column with the values. A null means the default."""
@@ -21,11 +21,11 @@ class FromColumn(Spec):
 
 Value = TypeVar("Value")
 PerRow: TypeAlias = Value | FromColumn
-"""Either a value for all rows, or the name of a column with the value of each row."""
+"""A value for all rows, or the name of a column with the value of each row."""
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Sampling parameters that constrain an output to a grammar. A job may set only one of them."""
 THINKING = "max_thinking_tokens"
-"""Name of the sampling parameter that limits the number of thinking tokens."""
+"""Sampling parameter that limits the number of thinking tokens."""
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
 """Values of `tool_choice` in OpenAI's chat format."""
@@ -34,7 +34,7 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
 def check_regex(pattern: Any) -> Any:
     r"""Return a regular expression unchanged; raise ValueError if it is invalid.
 
-    `\p{…}` and `(?<name>…)` count as valid. Python does not support them, but the engine does.
+    `\p{…}` and `(?<name>…)` count as valid: the engine supports them, although Python does not.
     """
     try:
         if isinstance(pattern, str):
@@ -110,7 +110,7 @@ class SamplingSpec(Spec):
     @field_validator("json_schema", mode="before")
     @classmethod
     def _column_before_schema(cls, value: object) -> object:
-        # Pydantic would take {column: NAME} for a JSON Schema, because it is a mapping too.
+        # {column: NAME} is a mapping, so pydantic would take it for a JSON Schema.
         if isinstance(value, Mapping) and set(value) == {"column"}:
             return FromColumn(column=str(value["column"]))
         return _schema_of_text(value) if isinstance(value, str) else value
@@ -119,7 +119,7 @@ class SamplingSpec(Spec):
     def _fit_together(self) -> SamplingSpec:
         """Raise ValueError for parameters that contradict each other."""
         least, most = self.min_new_tokens, self.max_new_tokens
-        # A value that comes from a column is not known yet.
+        # A value from a column is not known yet.
         if isinstance(least, int) and isinstance(most, int) and least > most:
             raise ValueError(f"min_new_tokens ({least}) exceeds max_new_tokens ({most})")
         grammars = [name for name in GRAMMARS if getattr(self, name) is not None]

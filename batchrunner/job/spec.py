@@ -1,7 +1,8 @@
-"""Job (`Job`), with its sections `input`, `accept` and `limits`. `batchrun schema` prints its JSON Schema.
+"""The job (`Job`), with its sections `input`, `accept` and `limits`.
 
-The docstring under each field becomes the field's description in the schema. Relative paths begin in the
-current directory. A leading `~`, `~user` or `$HOME` stands for a home directory.
+`batchrun schema` prints its JSON Schema. The docstring under each field becomes the field's description in
+the schema. Relative paths begin in the current directory. A leading `~`, `~user` or `$HOME` stands for a home
+directory.
 """
 
 from __future__ import annotations
@@ -46,17 +47,21 @@ OF_GENERATING = (
     "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
     "prompt.tools", "prompt.rollout", *(f"prompt.{field}" for field in KIND_OF_FIELD),
 )  # fmt: skip
-"""Fields and sections that only the task `generate` has. The exception is `sampling.lora_path`, which all
-tasks have."""
+"""Fields and sections that only the task `generate` has.
+
+`sampling.lora_path` is the exception: all tasks have it.
+"""
 WHOLE_PROMPTS = ("prompt.input_ids", "prompt.python", "prompt.truncate")
-"""Fields that cannot be combined with choices or documents, because each choice or document is tokenized
-together with the text of the prompt."""
+"""Fields that cannot be combined with choices or documents.
+
+Each choice or document is tokenized together with the prompt's text.
+"""
 
 
 def given_fields(job: BaseModel) -> list[str]:
-    """Return the names, such as `sampling.n`, of fields that a job sets to a value other than the default.
+    """Return the names, such as `sampling.n`, of the fields that differ from their defaults.
 
-    A section contributes the names of its fields.
+    Of a section, the fields in it are named.
     """
     names = []
     for name, field in type(job).model_fields.items():
@@ -64,13 +69,13 @@ def given_fields(job: BaseModel) -> list[str]:
         if name in job.model_fields_set and value != field.get_default(call_default_factory=True):
             key = field.alias or name
             keys_below = given_fields(value) if isinstance(value, BaseModel) else []
-            # A value that is no section, or a section without such fields, contributes its own name.
+            # A value that is not a section, or a section without such fields, is named itself.
             names += [f"{key}.{key_below}" for key_below in keys_below] or [key]
     return names
 
 
 def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
-    """Yield a fault for each field of a job that its task does not allow, and for a missing required field.
+    """Yield a fault for each field that a job's task does not allow, and for each missing field.
 
     `fields` are the names of the fields that the job sets.
     """
@@ -83,7 +88,7 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
         owners = [name for name, task_class in TASKS.items() if field in task_class.takes]
         if owners and task not in owners:
             yield f"{field}: needs task: {' or '.join(owners)}"
-        # The dots let the name of a section match its fields, but not a longer name with the same beginning.
+        # With the dots, the name of a section matches its fields, but not a longer name that begins alike.
         is_refused = any(f"{field}.".startswith(f"{refused}.") for refused in refused_fields)
         if is_refused and not field.startswith("sampling.lora_path"):
             with_choices = f" with {CHOICES}" if CHOICES in fields else ""
@@ -91,14 +96,12 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
     if task == RerankTask.name and DOCUMENTS not in fields:
         yield f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
     has_labels, has_choices = "labels" in fields, CHOICES in fields
-    if task == ScoreTask.name and has_labels == has_choices:  # Labels and choices are both set or both unset.
+    if task == ScoreTask.name and has_labels == has_choices:  # A job must have either labels or choices.
         yield f"task: score: needs either labels, which are single tokens, or {CHOICES}"
 
 
 OnLength: TypeAlias = Literal["keep", "fail", "longer"]
-"""Values of `on_length`."""
 OnRepetition: TypeAlias = Literal["keep", "stop", "fail"]
-"""Values of `on_repetition`."""
 
 
 class AcceptSpec(Spec):
@@ -113,8 +116,10 @@ class AcceptSpec(Spec):
     """Jinja2 expression that must be true. It may use `output` (the answer's text), `parsed` (its JSON, else
     null), `reasoning`, `finish_reason` and the row's columns."""
     python: PythonFunction | None = None
-    """Function of the answer, or of the answer and a dict of `input.columns`. It returns true for a good
-    answer, and false or a complaint, a text, for a bad one."""
+    """Function of the answer, or of the answer and a dict of `input.columns`.
+
+    For a good answer, it returns true. For a bad one, it returns false or a complaint (a text).
+    """
     tries: Annotated[int, Field(ge=1, le=100)] | None = None
     """Maximum number of answers of a row, including the first. Default: 3, or 1 without a section `accept`.
     The second answer has a temperature of at least 0.4, and later answers have at least 0.8."""
@@ -143,7 +148,7 @@ def _one_character(text: str) -> str:
 
 
 def _known_encoding(name: str) -> str:
-    """Return the name of an encoding unchanged; raise ValueError if Python does not have the encoding."""
+    """Return the name of an encoding unchanged; raise ValueError if Python does not know it."""
     try:
         "".encode(name)
     except LookupError:
@@ -184,12 +189,15 @@ class InputSpec(Spec):
 
 
 class LimitsSpec(Spec):
-    """Conditions on which a row fails, a run stops, and a run counts as failed."""
+    """Limits at which a row fails, a run stops, or a run counts as failed."""
 
     deadline: Duration | None = None
     """Stop sending rows after this time. Rows in flight still end, and the exit code is 1."""
     max_failed_rows: CountOrShare = 0
-    """Failed rows to tolerate: a count, or a share (0.01 or `1%`). If more rows fail, the exit code is 3."""
+    """Number of failed rows to tolerate, as a count or as a share (0.01 or `1%`).
+
+    If more rows fail, the exit code is 3.
+    """
     abort_failed_share: Share = 0.5
     """Stop (exit code 1) when at least 100 rows were sent and more than this share of them failed. Rows that
     cannot be sent do not count."""
@@ -221,7 +229,7 @@ class LimitsSpec(Spec):
 
 
 Label: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0, strict=True)]
-"""Token, given as its text or its id."""
+"""A token, as its text or its id."""
 
 
 class Job(Spec):
@@ -263,7 +271,7 @@ class Job(Spec):
     `stop`: end it, and keep its text up to the first repeat (`finish_reason` repetition). `fail`: end and
     reject it, so that `accept.tries` applies."""
     limits: LimitsSpec = LimitsSpec()
-    """Conditions on which a row fails, a run stops, and a run counts as failed."""
+    """Limits at which a row fails, a run stops, or a run counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
     """Order of sending. `prefix`: sorted by prompt, so that a common prefix is computed once.
     `longest_first`: if `max_new_tokens` comes from a column, rows with the largest value first, else rows
@@ -292,8 +300,7 @@ class Job(Spec):
         task_class = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
         option_names = {field.name for field in dataclasses.fields(task_class)}
         options: dict[str, Any] = {}
-        # `takes` names fields of the job. The last part of the name of a field, such as `softmax` in
-        # `output.softmax`, is the name of the task's option.
+        # The last part of a field's name is the name of the option: `output.softmax` sets `softmax`.
         for field_name in task_class.takes:
             value = attrgetter(field_name)(self)
             option = field_name.rpartition(".")[2]
@@ -313,7 +320,7 @@ class Job(Spec):
     @model_validator(mode="after")
     def _fields_go_together(self) -> Job:
         faults = [*task_faults(self.task, given_fields(self))]
-        if not faults:  # Only a valid task tells which columns the results have.
+        if not faults:  # The columns of the results are only known for a valid task.
             faults += self._name_faults()
         refuse([*faults, *self._rule_faults()])
         return self
@@ -369,7 +376,7 @@ class Job(Spec):
         )
 
     def _name_faults(self) -> Iterator[str]:
-        """Yield a fault for each column to copy whose name is unknown, or not unique in the results."""
+        """Yield a fault for each copied column whose name is unknown, or not unique in the results."""
         carried = dict(zip(self.input.carried_names, self.input.columns, strict=True))
         for name in self.input.rename:
             if name not in self.input.columns:

@@ -1,16 +1,15 @@
 """Tasks without decoding (embed, score, rerank, reward, classify): their requests and their result columns.
 
 Scores come from SGLang's native endpoints `/generate` and `/encode`. Their reply has a result for each
-prompt, in the order of the prompts, with a `meta_info` of its own. The scheduler handles each prompt as a
-request, so prompts share prefixes through its cache. `/v1/score` of SGLang 0.5.23 does the same internally
-(no new token, `token_ids_logprob`). It is not used, because its reply lacks the computed and cached tokens of
-each prompt and the version of the weights.
+prompt, in order, each with a `meta_info`. The scheduler handles each prompt as a request, so prompts share
+prefixes through its cache. `/v1/score` of SGLang 0.5.23 does the same internally (no new token,
+`token_ids_logprob`). It is not used, because its reply lacks each prompt's computed and cached tokens, and
+the version of the weights.
 
 Vectors come from `/v1/embeddings`, which takes the same prompts as `/encode`: a text, token ids, or a list of
-either. `/v1/embeddings` writes a vector as Base64 of its 32-bit numbers, which takes 5.3 bytes a number.
-`/encode` converts each number to a Python float and writes 18 to 22 bytes. `/v1/embeddings` reports only the
-total of the prompt tokens of all rows. The prompt tokens of a single row are known only if its prompt is
-token ids, or if the row was sent alone.
+either. It writes a vector as Base64 of 32-bit numbers, 5.3 bytes per number. `/encode` converts each number
+to a Python float and writes 18 to 22 bytes. But `/v1/embeddings` reports only the total of the prompt tokens.
+Those of a single row are known only if its prompt is token ids, or if the row was sent alone.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
 A_SCORE = "a score of the answer"
 """Subject of error messages about scores, such as `a score of the answer is not a number`."""
 WITHOUT_TOKENS = {"max_new_tokens": 0}
-"""Sampling parameters with which `/generate` only prefills the prompt and generates no token."""
+"""Sampling parameters with which `/generate` only prefills the prompt and generates no tokens."""
 
 TokenScore = tuple[float | None, int, Any]
 """Log probability (null if it is NaN), token id, and the token's text if it was requested."""
@@ -84,11 +83,11 @@ class NativeResult(msgspec.Struct):
 
 _read_results = msgspec.json.Decoder(NativeResult | list[NativeResult])
 _KINDS: dict[str, ColumnKind] = {SCORE: "float64", LABEL: "string"}
-"""Types of the columns that hold one value per row; any other column holds a list of numbers."""
+"""Types of the columns with one value per row. Any other column has a list of numbers."""
 
 
 Score: TypeAlias = float | None
-"""Score of a text; None if the model returned NaN. Minus infinity is the logarithm of probability 0."""
+"""Score of a text. None if the model returned NaN; minus infinity is the logarithm of probability 0."""
 
 
 def _scores(numbers: Sequence[float | None], subject: str) -> list[Score]:
@@ -102,7 +101,7 @@ def _scores(numbers: Sequence[float | None], subject: str) -> list[Score]:
 def _probabilities(scores: Sequence[Score], subject: str) -> list[float]:
     """Return the softmax of the scores of a row.
 
-    Raises AttemptFailedError, about `subject`, if a score is NaN, or if all scores are minus infinity.
+    Raises AttemptFailedError, about `subject`, if a score is NaN, or if all are minus infinity.
     """
     numbers = [score for score in scores if score is not None]
     if len(numbers) < len(scores) or max(numbers) == -math.inf:
@@ -111,21 +110,21 @@ def _probabilities(scores: Sequence[Score], subject: str) -> list[float]:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    """Return the sum of token counts, capped at MOST_TOKENS; None if the server left out a count."""
+    """Return the sum of token counts, at most MOST_TOKENS; None if the server left out a count."""
     if None in counts:
         return None
     return min(sum(count or 0 for count in counts), MOST_TOKENS)
 
 
 def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[str, Any]:
-    """Add the LoRA adapters of the prompts, if any, to a body; `requests` has the request of each prompt."""
+    """Add the prompts' LoRA adapters, if any, to a body; `requests` has the request of each prompt."""
     adapters = [request.lora_path for request in requests]
     return {**body, "lora_path": adapters} if any(adapters) else body
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
-    """Return probabilities, whose sum is 1, for logits or log probabilities."""
-    # Subtracting the largest logit leaves the result unchanged and keeps exp() from overflowing.
+    """Convert logits or log probabilities to probabilities with the sum 1."""
+    # Subtracting the largest logit does not change the result, and keeps exp() from overflowing.
     largest = max(logits)
     weights = [math.exp(logit - largest) for logit in logits]
     total = sum(weights)
@@ -134,18 +133,18 @@ def softmax(logits: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class NativeTask(ForwardTask):
-    """Task whose scores come from SGLang's native endpoints, `/encode` or `/generate`."""
+    """A task whose scores come from SGLang's native endpoints, `/encode` or `/generate`."""
 
     path: ClassVar[str] = "/encode"
     architectures: ClassVar[str] = "SequenceClassification|Reward|Classification"
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """Names and types of the result columns, in the order of `meanings`."""
+        """Names and types of the result columns."""
         return tuple((name, _KINDS.get(name, ("list", "float64"))) for name in self.meanings)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a list with a single body, which has the prompts of all rows."""
+        """Return a single request body, in a list, with the prompts of all rows."""
         name = "input_ids" if requests[0].kind == "input_ids" else "text"
         return [_with_adapters(requests, {name: [request.prompt for request in requests]})]
 
@@ -154,15 +153,15 @@ class NativeTask(ForwardTask):
     ) -> list[Completion | RequestError]:
         """Return the result columns of each row, or the error of a row without usable scores.
 
-        `replies` are the replies to `bodies(requests)`. Raises AttemptFailedError if the number of results
-        differs from the number of prompts.
+        `replies` are the replies to `bodies(requests)`. Raises AttemptFailedError if the number of results is
+        not the number of prompts.
         """
         results: list[NativeResult] = []
         for reply in replies:
             parsed = decode_reply(_read_results, reply)
             # SGLang answers a single prompt with a result instead of a list.
             results += parsed if isinstance(parsed, list) else [parsed]
-        # A row with choices or documents sends a prompt for each of them, any other row a single prompt.
+        # A row with choices or documents has a prompt for each of them, any other row a single prompt.
         prompts_by_row = [max(1, len(request.items)) for request in requests]
         prompts = sum(prompts_by_row)
         if len(results) != prompts:
@@ -189,7 +188,7 @@ class NativeTask(ForwardTask):
             return failure
         metas = [result.meta_info for result in results]
         version = metas[0].weight_version  # All prompts of a row are sent to the same server.
-        # The model has generated no text, so there are no texts, finish reasons and output tokens.
+        # The model generates no text, so there are no texts, finish reasons and output tokens.
         return Completion(
             texts=[],
             finish_reasons=[],
@@ -212,7 +211,7 @@ class NativeTask(ForwardTask):
         return self._values(numbers)
 
     def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
-        """Return the result columns of a row. `numbers_by_prompt` has the model's numbers for each prompt.
+        """Return the result columns of a row; the argument has the model's numbers for each of its prompts.
 
         Raises RequestError if the numbers are unusable.
         """
@@ -220,7 +219,7 @@ class NativeTask(ForwardTask):
         return {SCORES: _scores(numbers, A_SCORE)}
 
     def _only_number(self, numbers: Sequence[float | None]) -> float | None:
-        """Return the only number of a prompt; raise RowRefusedError if the model returned several numbers."""
+        """Return the only number of a prompt; raise RowRefusedError if the model returned several."""
         if len(numbers) != 1:
             raise RowRefusedError(
                 f"the model returned {len(numbers)} numbers, but task: {self.name} needs exactly one"
@@ -234,7 +233,7 @@ class ScoreTask(NativeTask):
 
     labels: tuple[str | int, ...] = ()
     softmax: bool = False
-    """Whether the probabilities of the labels are normalized, so that their sum is 1."""
+    """Whether the probabilities are normalized over the labels, so that their sum is 1."""
     label_ids: tuple[int, ...] = ()
     """Token ids of the labels, set once they have been tokenized."""
 
@@ -248,7 +247,7 @@ class ScoreTask(NativeTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a list with a single body, which has the prompts of all rows and the labels' token ids."""
+        """Return a single request body, in a list, with the prompts of all rows and the labels' token ids."""
         (prompts,) = NativeTask.bodies(self, requests)
         logprob_request = {
             "sampling_params": WITHOUT_TOKENS,
@@ -284,9 +283,9 @@ class ChoiceTask(ScoreTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a body with the first choice of each row, and a second body with the other choices, if any.
+        """Return a request body with the first choice of each row, and one with all other choices, if any.
 
-        The second body is sent after the reply to the first body, so its choices find the prompt in the
+        The second body is sent after the reply to the first, so that its choices find the prompt in the
         prefix cache. In a single body, the prompt would be computed again for each choice.
         """
         first_choices = [(request, request.item_ids[0]) for request in requests]
@@ -301,7 +300,7 @@ class ChoiceTask(ScoreTask):
     ) -> list[list[NativeResult]]:
         """Group the results by row.
 
-        The first results are those of the first choice of each row. The other choices, row by row, follow.
+        First come the results for the first choice of each row, then those for the other choices, row by row.
         """
         rows = len(prompts_by_row)
         other_choices = iter(results[rows:])
@@ -328,9 +327,9 @@ class ChoiceTask(ScoreTask):
 def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None:
     """Return the sum of the log probabilities of a choice's tokens; None if one of them is NaN.
 
-    Raises AttemptFailedError if the result lacks the log probability of a token.
+    Raises AttemptFailedError if the log probability of a token is missing.
     """
-    # The choice was sent after the prompt, so its tokens are the last tokens of the input.
+    # The choice follows the prompt, so its tokens are the last tokens of the input.
     input_scores = result.meta_info.input_token_logprobs or []
     choice_scores = input_scores[-len(choice_ids) :]
     if [token_id for _, token_id, _ in choice_scores] != choice_ids:
@@ -343,17 +342,18 @@ def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None
 
 
 def _divided(scores: Sequence[Score], counts: Sequence[int]) -> list[Score]:
-    """Divide the score of each choice by the choice's number of tokens or bytes."""
+    """Divide the score of each choice by its number of tokens or bytes."""
     return [None if score is None else score / count for score, count in zip(scores, counts, strict=True)]
 
 
 def _body_of(choices: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
-    """Return a body with a prompt for each choice, which is a pair of its row's request and its token ids."""
+    """Return a body with a prompt for each choice: a pair of its row's request and its token ids."""
     body = {
         "input_ids": [[*request.prompt, *ids] for request, ids in choices],
         "sampling_params": WITHOUT_TOKENS,
         "return_logprob": True,
-        # The log probability of a token is computed at the position before it, the last token of the prompt.
+        # The log probability of a token is computed one position before it, so this begins at the prompt's
+        # last token.
         "logprob_start_len": [len(request.prompt) - 1 for request, _ in choices],
     }
     return _with_adapters([request for request, _ in choices], body)
@@ -371,7 +371,7 @@ class RerankTask(NativeTask):
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a list with a single body, which has a pair of query and document for each document."""
+        """Return a single request body, in a list, with a pair of query and document for each document."""
         pairs = [(request, document) for request in requests for document in request.items]
         texts = [[request.prompt, document] for request, document in pairs]
         body = {"text": texts, "is_cross_encoder_request": True}
@@ -388,7 +388,7 @@ class RewardTask(NativeTask):
     }
 
     def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
-        """Return the reward, which is the only number of the only prompt."""
+        """Return the reward, the only number of the only prompt."""
         (score,) = _scores([self._only_number(numbers_by_prompt[0])], A_SCORE)
         return {SCORE: score}
 
@@ -398,10 +398,12 @@ class ClassifyTask(NativeTask):
     """Task `classify`: a score for each class of a text, by a classification model."""
 
     softmax: bool = False
-    """Whether the column `scores` holds probabilities in place of the model's scores."""
+    """Whether the column `scores` has probabilities instead of the model's scores."""
     names: tuple[str, ...] = ()
-    """Names of the classes from `id2label` in the model's config.json. A class without a name is called
-    LABEL_0 (with its number), as in transformers."""
+    """Names of the classes, from `id2label` in the model's config.json.
+
+    Without a name, class 0 is called LABEL_0 and so on, as in transformers.
+    """
 
     name = "classify"
     takes = ("output.softmax",)
@@ -411,7 +413,7 @@ class ClassifyTask(NativeTask):
     }
 
     def _values(self, numbers_by_prompt: Sequence[list[float | None]]) -> dict[str, Any]:
-        """Return the scores of all classes, which are the numbers of the only prompt, and the best class."""
+        """Return the scores of all classes (the numbers of the only prompt), and the best class."""
         scores = _scores(numbers_by_prompt[0], A_SCORE)
         best = scores.index(max(score for score in scores if score is not None))
         label = self.names[best] if best < len(self.names) else f"LABEL_{best}"
@@ -423,17 +425,17 @@ class ClassifyTask(NativeTask):
 CPU_ROWS = 256
 """Maximum number of running requests of an embedding or scoring server on a CPU."""
 _ENCODER = re.compile("bert", re.IGNORECASE)
-"""Pattern in the class names of encoder models: BERT, RoBERTa, ModernBERT, …"""
+"""Matches class names of encoder models: BERT, RoBERTa, ModernBERT, …"""
 _DECODER = re.compile("ForCausalLM|Classification|Reward")
-"""Pattern in the class names of decoder models, whose head generates text or computes scores."""
+"""Matches class names of decoder models, whose head generates text or computes scores."""
 
 
 def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
     """Return SGLang's server arguments for an embedding or scoring model; `config` is its config.json.
 
     In an encoder, tokens attend to later tokens. So its results are wrong if a prompt is computed in chunks,
-    or if a part of it comes from the prefix cache. A model whose class name does not show that it is a
-    decoder counts as an encoder, because a wrong guess then only makes the model slower.
+    or if a part of it comes from the prefix cache. A model of unknown kind counts as an encoder: if this is
+    wrong, the model is only slower.
     """
     args: dict[str, Any] = {"is-embedding": True}
     architectures = " ".join(map(str, config.get("architectures") or ()))
@@ -441,8 +443,8 @@ def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
     if is_encoder:
         args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
     if cpu:
-        # SGLang's default memory fraction would leave no memory for the KV cache. None stands for the model's
-        # own context length, which is short.
+        # SGLang's default memory fraction would leave no memory for the KV cache. None means the model's own
+        # context length, which is short.
         args |= {"mem-fraction-static": 0.3, "context-length": None, "max-running-requests": CPU_ROWS}
     return args
 
@@ -455,9 +457,9 @@ Dtype: TypeAlias = Literal["float32", "float16"]
 NUMBER_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2}
 """Size in bytes of a number of each type."""
 NORM_TOLERANCE = 1e-6
-"""Maximum difference from 1 of the norm of a vector that counts as normalized.
+"""Maximum difference from 1 of the norm of a normalized vector.
 
-A smaller tolerance would be useless, because the numbers of vectors have only 32 bits.
+Vectors have only 32-bit numbers, so a smaller tolerance would be useless.
 """
 
 
@@ -465,9 +467,9 @@ class EmbeddingItem(msgspec.Struct):
     """Vector in a reply of `/v1/embeddings`: Base64 of little-endian 32-bit numbers, or a list of numbers."""
 
     embedding: msgspec.Raw
-    """Undecoded JSON of the vector. It is decoded later, so that a bad vector fails only its own row."""
+    """JSON of the vector. It is decoded later, so that a bad vector fails only its own row."""
     index: TokenCount | None = None
-    """Position of the vector's prompt in the request. A missing index means 0."""
+    """Position of the vector's prompt in the request; None means 0."""
 
 
 class EmbeddingUsage(msgspec.Struct):
@@ -506,13 +508,13 @@ class EmbedTask(ForwardTask):
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """Name and type of the only result column, which holds the vector."""
+        """Name and type of the only result column, the vector."""
         return ((EMBEDDING, ("list", self.dtype)),)
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a list with a single body, which has the prompts of all rows.
+        """Return a single request body, in a list, with the prompts of all rows.
 
-        The prompt of a single row is sent by itself, the prompts of several rows in a list.
+        A single prompt is sent by itself, several prompts as a list.
         """
         prompts = [request.prompt for request in requests]
         adapters = [request.lora_path for request in requests]
@@ -548,7 +550,7 @@ class EmbedTask(ForwardTask):
             vector = self.stored(_numbers(item))
         except RequestError as failure:
             return failure
-        # The model has generated no text, so there are no texts, finish reasons and output tokens.
+        # The model generates no text, so there are no texts, finish reasons and output tokens.
         return Completion(
             texts=[],
             finish_reasons=[],
@@ -567,7 +569,7 @@ class EmbedTask(ForwardTask):
             raise RowRefusedError("the vector is empty")
         if not any(vector):
             raise RowRefusedError("all numbers of the vector are zero")
-        # Checking the sum is enough, because a sum of finite 32-bit numbers cannot overflow in 64 bits.
+        # Checking the sum is enough: a sum of finite 32-bit numbers cannot overflow in 64 bits.
         if not math.isfinite(sum(vector)):
             raise RowRefusedError("the vector has numbers that are NaN or infinite")
         if self.dimensions is not None and len(vector) != self.dimensions:
@@ -576,7 +578,7 @@ class EmbedTask(ForwardTask):
             )
         if self.normalize:
             norm = math.hypot(*vector)
-            # The numbers of a vector that is already normalized stay as the engine returned them.
+            # A vector that is already normalized keeps the exact numbers of the engine.
             if abs(norm - 1) > NORM_TOLERANCE:
                 vector = array("f", [number / norm for number in vector])
         if self.dtype == "float32":
@@ -590,27 +592,26 @@ class EmbedTask(ForwardTask):
 
 
 class VectorLength:
-    """Learns how many numbers the vectors of a model have, and refuses vectors of another length.
+    """Learns the length of a model's vectors, and refuses vectors of another length.
 
-    The expected length is the most frequent one so far. It becomes final once two rows have vectors of this
+    The expected length is the most frequent one so far. It is final once two rows have vectors of this
     length.
     """
 
     def __init__(self) -> None:
-        """Create an instance that has seen no vector yet."""
         self._length: int | None = None
         self._rows_by_length: defaultdict[int, set[int]] = defaultdict(set)
-        """Rows by the length of their vectors. Rows are added until the expected length is final."""
+        """Rows by the length of their vectors, until the expected length is final."""
 
     def refuse_other_lengths(
         self, requests: Sequence[Request], results: Sequence[Completion | RequestError]
     ) -> list[Completion | RequestError]:
         """Return the results, with an AttemptFailedError in place of each vector of unexpected length.
 
-        The expected length is the most frequent length of the vectors so far, those of this call included.
+        The expected length is the most frequent one so far, including the vectors of this call.
         """
         task = requests[0].task
-        # With `output.dimensions`, `EmbedTask.stored` has already checked the length of each vector.
+        # With `output.dimensions`, `EmbedTask.stored` has already checked the length.
         if not isinstance(task, EmbedTask) or task.dimensions is not None:
             return [*results]
         lengths: list[int | None] = []
@@ -630,9 +631,9 @@ class VectorLength:
         return checked
 
     def _learn(self, requests: Sequence[Request], lengths: Sequence[int | None]) -> None:
-        """Set the expected length to the most frequent length so far, unless it is confirmed already.
+        """Set the expected length to the most frequent one so far, unless it is final already.
 
-        `lengths` has the length of each request's vector; None for a request without a vector.
+        `lengths` has the length of each request's vector; None for a request without one.
         """
         for request, length in zip(requests, lengths, strict=True):
             if length is not None and not self._is_confirmed:
@@ -642,7 +643,7 @@ class VectorLength:
 
     @property
     def _is_confirmed(self) -> bool:
-        """Whether the expected length is final, because the vectors of two rows have this length."""
+        """Whether the expected length is final, because the vectors of two rows have it."""
         return self._length is not None and len(self._rows_by_length[self._length]) > 1
 
 
@@ -659,8 +660,8 @@ def numbers_of(vector: bytes, dtype: str) -> list[float]:
 def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_text: bool) -> bytes:
     """Return the JSON of a reply of `/v1/embeddings`.
 
-    Each of `vectors` is the bytes of 32-bit numbers. With `as_text`, the reply has the vectors in Base64,
-    otherwise as lists of numbers.
+    `vectors` are bytes of 32-bit numbers. With `as_text`, the reply has them as Base64, otherwise as lists of
+    numbers.
     """
     data = [
         {
@@ -675,10 +676,10 @@ def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_tex
 
 
 def check_embeddings(reply: bytes, rows: int | None) -> int | None:
-    """Check a reply of `/v1/embeddings`; return its number of prompt tokens, or None if it lacks the number.
+    """Check a reply of `/v1/embeddings`; return its number of prompt tokens, or None if it is missing.
 
-    `rows` is the number of prompts; None if it is unknown. Raises RequestError if a vector is missing or
-    unusable, or if the reply is not one of `/v1/embeddings`.
+    `rows` is the number of prompts; None if unknown. Raises RequestError if a vector is missing or unusable,
+    or if the reply is not one of `/v1/embeddings`.
     """
     parsed = decode_reply(_read_vectors, reply)
     if rows is not None and len(parsed.data) != rows:
@@ -695,7 +696,8 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
 def _numbers(item: EmbeddingItem) -> array[float]:
     """Return a vector as 32-bit numbers; raise AttemptFailedError if it cannot be decoded.
 
-    If a number is beyond the range of 32-bit floats, return infinity alone, which `EmbedTask.stored` refuses.
+    If a number exceeds the range of 32-bit floats, the result is infinity alone, which `EmbedTask.stored`
+    refuses.
     """
     try:
         vector = decode_reply(_read_vector, bytes(item.embedding))
@@ -712,10 +714,10 @@ def _numbers(item: EmbeddingItem) -> array[float]:
 
 
 def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:
-    """Return the number of tokens of each prompt; None for a prompt whose number is unknown.
+    """Return the number of tokens of each prompt; None if it is unknown.
 
-    The server reports only the `total` of all prompts. The lengths of prompts that are token ids are known,
-    unless their sum differs from the total: the server has then truncated some of the prompts.
+    The server reports only the `total` of all prompts. For token ids, the lengths are known, unless their sum
+    differs from the total: then the server has truncated some of the prompts.
     """
     if len(requests) == 1:
         return [total]
@@ -743,8 +745,10 @@ TASK_OF_ENDPOINT: dict[str, TaskName] = {
     CLASSIFY_PATH: "classify",
     RERANK_PATH: "rerank",
 }
-"""Task that a model must be able to do for each endpoint that a line of a batch file may name. `/v1/score`
-needs a generative model."""
+"""Task that a model must support for each endpoint that a batch file may name.
+
+`/v1/score` needs a generative model.
+"""
 
 _CLASSES = 3
 """Number of classes of a classification model in the simulated engine."""

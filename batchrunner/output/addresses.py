@@ -17,7 +17,7 @@ class StoreAddress:
     """Address of an object in an object store, or of all objects whose keys begin with a common prefix."""
 
     scheme: str
-    """s3, gs or az."""
+    """Kind of store: s3, gs or az."""
     bucket: str
     """Name of the bucket, or of Azure's container."""
     key: str
@@ -25,7 +25,7 @@ class StoreAddress:
 
     @property
     def name(self) -> str:
-        """Last part of the key; the bucket if there is no key."""
+        """Last part of the key, or the bucket if there is no key."""
         return self.key.rpartition("/")[2] or self.bucket
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class StoreAddress:
 
 
 def store_address(path: str) -> StoreAddress | None:
-    """Parse the URI of an object store. Return None for a local path and for a URI that pyarrow must read.
+    """Parse the URI of an object store; return None for a local path or a URI that pyarrow must read.
 
     pyarrow reads URIs of other kinds (`hdfs://host/in`), and every URI with a query
     (`s3://bucket/in?endpoint_override=host:9000`).
@@ -47,7 +47,7 @@ def store_address(path: str) -> StoreAddress | None:
 def endpoint_of(address: StoreAddress, storage: StorageSpec) -> str | None:
     """Return the URL of the store's server: `storage.endpoint`, or for S3 one of AWS's environment variables.
 
-    Return None if neither is set. obstore then uses the cloud's own address.
+    It is None if neither is set. obstore then uses the cloud's own address.
     """
     if storage.endpoint:
         return storage.endpoint

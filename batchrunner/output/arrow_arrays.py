@@ -8,19 +8,22 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
-"""Errors that Arrow raises for a value that Python cannot represent: a time zone that no local database has,
-a date out of range, invalid UTF-8 (UnicodeDecodeError is a ValueError)."""
+"""Errors that Arrow raises for a value that Python cannot represent.
+
+Examples are an unknown time zone, a date out of range, and invalid UTF-8 (UnicodeDecodeError is a
+ValueError).
+"""
 _UTC = "+00:00"
-"""The time zone UTC, written as an offset because Arrow resolves an offset without a time zone database."""
+"""The time zone UTC as an offset, which needs no time zone database."""
 _VECTORS = {pa.list_(pa.float16()): 2, pa.list_(pa.float32()): 4}
-"""Arrow types of embedding vectors, each with the size in bytes of one number of the vector."""
+"""Arrow types of embedding vectors, with the size in bytes of one number."""
 
 
 def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """Convert values to an array like `pa.array`, with two differences.
 
-    If `kind` is a vector type, each value is the bytes of the vector's numbers. A lone surrogate in a text
-    becomes a question mark, because UTF-8, and therefore Parquet, cannot encode it.
+    For a vector type, each value is the bytes of the vector's numbers. In texts, lone surrogates become
+    question marks, because UTF-8, and therefore Parquet, cannot encode them.
     """
     if kind in _VECTORS:
         return _vectors(values, kind)
@@ -34,7 +37,7 @@ def shown_values(column: pa.Array) -> list[Any]:
     """Return a column as Python values, with substitutes for values that Python cannot represent.
 
     A time with an unknown time zone is converted to UTC. A date out of range becomes text. In invalid UTF-8,
-    a replacement character stands for each bad byte.
+    each bad byte becomes a replacement character.
     """
     try:
         return list(column.to_pylist())
@@ -43,18 +46,18 @@ def shown_values(column: pa.Array) -> list[Any]:
 
 
 def _shown(scalar: Any) -> Any:
-    """Return an Arrow scalar as a Python value, or its substitute as `shown_values` describes it."""
+    """Return an Arrow scalar as a Python value, or its substitute (see `shown_values`)."""
     kind = scalar.type
     try:
         return scalar.as_py()
     except UNREADABLE:
-        if pt.is_dictionary(kind):  # The value is from a dictionary-encoded column; it is no dict.
+        if pt.is_dictionary(kind):  # The value is from a dictionary-encoded column; it is not a dict.
             return _shown(scalar.value)
         return _shown_nested(scalar) if pt.is_nested(kind) else _shown_plain(scalar)
 
 
 def _shown_nested(scalar: Any) -> Any:
-    """Return a struct as a dict, a map as pairs and a list as a list, with `_shown` applied to each item."""
+    """Convert a struct to a dict, a map to pairs and a list to a list, with `_shown` for each item."""
     kind = scalar.type
     if pt.is_struct(kind):
         fields = {}
@@ -72,7 +75,7 @@ def _shown_plain(scalar: Any) -> Any:
     if pt.is_timestamp(kind) and kind.tz is not None:
         if kind.tz != _UTC:
             return _shown(scalar.cast(pa.timestamp(kind.unit, _UTC)))
-        # Python could not represent the time even in UTC, so the date is out of range and becomes text.
+        # Python could not represent the time even in UTC, so its date is out of range.
         return _shown(scalar.cast(pa.timestamp(kind.unit))) + _UTC
     if pt.is_duration(kind):  # The duration is too long for Python's timedelta.
         return f"{scalar.value} {kind.unit}"
@@ -83,14 +86,13 @@ def _shown_plain(scalar: Any) -> Any:
 
 
 def _vectors(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
-    """Build an array of vectors directly from their bytes, so that no number becomes a Python object."""
+    """Build an array of vectors directly from their bytes, without a Python object per number."""
     is_null = [value is None for value in values]
     vectors = [value or b"" for value in values]  # A null takes no bytes.
     number_bytes = _VECTORS[kind]
     lengths = [len(vector) // number_bytes for vector in vectors]
     offsets = list(accumulate(lengths, initial=0))
-    # The first buffer would mark nulls among the numbers. There are none: only a whole vector can be null,
-    # and `mask` below marks those.
+    # The first buffer would mark null numbers. Only whole vectors can be null, and `mask` marks those.
     buffers = [None, pa.py_buffer(b"".join(vectors))]
     numbers = pa.Array.from_buffers(kind.value_type, offsets[-1], buffers)
     return pa.ListArray.from_arrays(

@@ -1,4 +1,4 @@
-"""Waits while a disk or an object store is unavailable, at most for `limits.disk_wait`."""
+"""Waits while a disk or an object store is unavailable, for at most `limits.disk_wait`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PAUSE_S = 1.0
 
 
 class AwayWait:
-    """Measures how long a disk or an object store has been failing, against a time limit."""
+    """Measures how long a disk or an object store has been failing, and whether to try again."""
 
     def __init__(self, longest_s: float) -> None:
-        """`longest_s` is the time limit in seconds after the first failure, from `limits.disk_wait`."""
+        """Set the time limit: seconds from the first failure, as in `limits.disk_wait`."""
         self._longest_s = longest_s
         self._failed_at: float | None = None
 
@@ -47,15 +47,15 @@ class DiskWait:
     """Repeats a failing write for a limited time."""
 
     wait_s: float
-    """Time limit in seconds after the first failure, from `limits.disk_wait`."""
+    """Time limit in seconds from the first failure (`limits.disk_wait`)."""
     is_over: Callable[[], bool]
-    """Returns True once the run must end immediately, so that a failing write is not repeated."""
+    """Returns True once the run must end immediately. A failing write is then not repeated."""
 
     async def write(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`, in a thread until it succeeds.
+        """Call `write` in a thread until it succeeds; it writes the file at `path`.
 
-        `write` is called again only after an OSError. Raises StorageError if a call fails more than `wait_s`
-        after the first failure, or while `is_over()` is true.
+        Only an OSError is followed by another try. Raises StorageError if a call fails more than `wait_s`
+        after the first failure, or when `is_over()` is true.
         """
         wait = AwayWait(self.wait_s)
         while True:

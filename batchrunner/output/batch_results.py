@@ -1,4 +1,4 @@
-"""Writes the results of a batch file in OpenAI's format: one line a request, in the order of the requests."""
+"""Writes the results of a batch file in OpenAI's format: one line per request, in the same order."""
 
 import contextlib
 import secrets
@@ -24,10 +24,12 @@ from batchrunner.output.run_json import read_run_json, require_run_json
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 LINE_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
-"""Columns of the part files (Parquet files of results) from which the lines of a results file are made."""
+"""Columns of the part files (Parquet files of results) from which the result lines are made."""
 RESULT_BUCKET_BYTES = 16 << 20
-"""Approximate maximum size in bytes of the results that are sorted in memory at a time. It is smaller than
-BUCKET_BYTES of `merge`, because the engine and other batches use memory at the same time."""
+"""Approximate maximum size in bytes of the results that are sorted in memory at a time.
+
+It is smaller than BUCKET_BYTES of `merge`, because the engine and other batches need memory at the same time.
+"""
 ID_BYTES = 16
 EXPIRED = "This request could not be executed before the completion window expired."
 CANCELLED = "This request was not executed: the batch was cancelled."
@@ -63,17 +65,18 @@ def publish(
     *,
     unanswered: Iterable[tuple[str | None, str]] | None = None,
 ) -> Published | None:
-    """Write a line for each request. Failed requests go to `errors` if it is given, all others to `results`.
+    """Write a result line for each request; return None, without files, if requests lack a result.
 
-    Each file appears when it is complete, and replaces an older file of its name. If requests lack a result,
-    return None and write no file. For a batch that ended early, pass `unanswered`: the custom_id and an error
-    for each request, in the order of the batch file. A request without a result then gets that error. Raises
-    StorageError if a file cannot be written, and ResumeError if a part file is damaged.
+    Failed requests go to `errors` if it is given, all others to `results`. Each file appears when it is
+    complete, and replaces an older file of its name. For a batch that ended early, `unanswered` has the
+    custom_id and an error of each request, in the order of the batch file. A request without a result then
+    gets that error. Raises StorageError if a file cannot be written, and ResumeError if a part file is
+    damaged.
     """
     release_unused()  # Arrow's pool still keeps memory of the run that has just ended.
     run_json = require_run_json(run_dir) if unanswered is None else read_run_json(run_dir)
-    # A batch that was cancelled before its run began has no run.json and no results. The directory's name
-    # then replaces the digest of the input.
+    # A batch that was cancelled before its run began has no run.json, and so no digest of the input. The
+    # directory's name replaces it.
     digest = run_json["fingerprint"]["files"][0]["digest"] if run_json else run_dir.name
     errors = errors or results
     try:
@@ -81,20 +84,20 @@ def publish(
             stack.enter_context(writing(run_dir.path))
             make_directory(run_dir.path)
             work = stack.enter_context(work_directory(run_dir, run_dir.path))
-            # A set, because `errors` may be the same file as `results`.
+            # `errors` may be the same file as `results`, hence a set.
             files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
             rows = _result_rows(run_dir, work) if run_json else iter(())
             if unanswered is not None:
                 rows = _with_unanswered(rows, unanswered)
             published = _write_lines(rows, digest, files, results=results, errors=errors)
             if run_json and published.completed + published.failed < run_json["rows_total"]:
-                # An exception leaves the `with` block, so that the incomplete files are deleted.
+                # This exception leaves the `with` block, which deletes the incomplete files.
                 raise NoResultYetError  # noqa: TRY301
     except NoResultYetError:
         return None
     except OutputError as failure:
-        # An OutputError means that the temporary files of the merge could not be written. The disk is at
-        # fault, not the paths of the batch.
+        # An OutputError means that temporary files could not be written. The disk is at fault, not the paths
+        # of the batch.
         raise StorageError(failure.message, hint=failure.hint) from None
     return published
 
@@ -102,7 +105,7 @@ def publish(
 def _write_lines(
     rows: Iterator[dict[str, Any]], digest: str, files: dict[Path, Any], *, results: Path, errors: Path
 ) -> Published:
-    """Write the line of each row to one of the open `files`; return the totals.
+    """Write each row's line to one of the open `files`; return the totals.
 
     The line of a row with an error goes to `files[errors]`, any other line to `files[results]`.
     """
@@ -122,7 +125,7 @@ def _write_lines(
 
 
 def _result_rows(run_dir: RunDir, work: Path) -> Iterator[dict[str, Any]]:
-    """Yield the durable results of a batch file in input order. Yield nothing if no row is durable yet."""
+    """Yield the results of a batch file that are on disk, in input order; nothing if there are none yet."""
     try:
         parts = durable_results(run_dir, work)
     except NoResultYetError:
@@ -138,8 +141,8 @@ def _with_unanswered(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each request of a batch file: its result, or else its error.
 
-    `errors_if_unanswered` has the custom_id of each request, and the error that it gets without a result.
-    Both arguments are in the order of the batch file, but `results` may lack requests.
+    `errors_if_unanswered` has the custom_id of each request, and the error if it has no result. Both
+    arguments are in the order of the batch file.
     """
     result = next(results, None)
     for number, (custom_id, error) in enumerate(errors_if_unanswered):
@@ -158,7 +161,7 @@ def _usage(tokens: Counter[str]) -> dict[str, Any]:
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},
         "output_tokens": output_tokens,
-        # The results do not tell reasoning tokens from other output tokens, but OpenAI's form has this field.
+        # OpenAI's format has this field, but the results do not count reasoning tokens separately.
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": input_tokens + output_tokens,
     }
@@ -166,7 +169,7 @@ def _usage(tokens: Counter[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _result_file(path: Path) -> Iterator[Any]:
-    """Open a results file, which appears when the block ends well. Its ending selects the compression."""
+    """Open a results file, which appears if the block succeeds. Its ending selects the compression."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     with (
         writing(path),
@@ -183,7 +186,7 @@ def _result_line(row: dict[str, Any], digest: str) -> dict[str, Any]:
     if row["error"] is not None:
         status, body, error = _failure(row)
     elif body is not None:
-        body = orjson.Fragment(body)  # The body is JSON already, and is copied as it is.
+        body = orjson.Fragment(body)  # The body is already JSON.
     response = {"status_code": status, "request_id": f"req_{number}", "body": body}
     return {
         "id": f"batch_req_{number}",
@@ -197,8 +200,7 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
     """Return HTTP status, response body and error of a failed row; the status is 0 if no server answered."""
     error = row["error"]
     status, message = status_in(error)
-    # A row without an attempt was invalid, so it was not sent. A status below 500 means that a server refused
-    # the row.
+    # A row without an attempt was invalid. With a status below 500, the server refused the row.
     is_refused = row["attempts"] == 0 or 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR
     code = _CODES.get(error) or ("invalid_request" if is_refused else "request_failed")
     body = _error_body(
@@ -208,9 +210,9 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
 
 
 def _error_body(body: Any, error: dict[str, Any]) -> Any:
-    """Return the response body of a failed request in OpenAI's form, with an object `error`.
+    """Return the response body of a failed request in OpenAI's format, with an object `error`.
 
-    An error that the body itself describes is kept. Otherwise the argument `error` is added.
+    An error in the body itself is kept. Otherwise the argument `error` is added.
     """
     if not isinstance(body, dict):
         return {"error": error}

@@ -1,12 +1,11 @@
-"""Beacons: empty files in the directory of leases that show which workers hold leases, and that they run.
+"""Beacons: empty files by which the workers of a shared run show that they are running.
 
-    alive.NAME.MACHINE.TOKEN.000125_000012.0_000013.0
-
-A worker has a beacon while it holds leases, and renames it at each heartbeat. The first number is the time of
-the heartbeat in seconds by the worker's clock, which started with the worker. Behind it are the names of
-leases that the worker held, so that others need not read who holds them. So one listing of the directory
-shows when each worker last had a heartbeat. Watching a thousand workers costs a file server as much as
-watching two, and an observer that lists the directory rarely still knows how long a worker has been silent.
+A worker that holds leases (ranges of rows) has one beacon in the directory of leases, such as
+`alive.NAME.MACHINE.TOKEN.000125_000012.0_000013.0`. It renames the file at each heartbeat. The first number
+is the time of the heartbeat, in seconds since the worker started. Behind it are the names of leases that the
+worker holds, so that others need not read who holds them. One listing of the directory therefore shows the
+last heartbeat of all workers. So watching a thousand workers costs a file server as much as watching two. An
+observer that lists the directory rarely still knows how long a worker has been silent.
 """
 
 from __future__ import annotations
@@ -41,29 +40,32 @@ _NAME = re.compile(
 LEASES_SHOWN = 8
 """Maximum number of leases in the name of a beacon, because a file name has at most 255 bytes."""
 OWNERS_READ = 8
-"""Maximum number of workers whose `owner` is read after a listing, the longest silent ones. `owner` shows at
-once that a worker on this machine was killed, whereas its heartbeats show it only after `silence_s`."""
+"""Maximum number of workers whose file `owner` is read after a listing, beginning with the most silent.
+
+`owner` shows at once if a worker on this machine was killed. Heartbeats show it only after `silence_s`.
+"""
 TAKEOVER_S = 1.0
-"""Seconds that are set aside for the listing after which a worker counts as dead, and for its takeover."""
+"""Seconds that are set aside for the listing after which a worker counts as dead, and for its replacement."""
 
 
 def silence_s(heartbeat_s: float) -> float:
     """Return the seconds since the last heartbeat after which a worker is dead.
 
-    `heartbeat_s` is the pause between two heartbeats. An observer takes a heartbeat to be later than it was,
-    by up to this pause. So the pause is a part of the time until the takeover, DEAD_AFTER_S at most. On NFS,
-    where heartbeats are 5 s apart, a listing may be 60 s old, so that a running worker seems silent for 65 s.
+    `heartbeat_s` is the pause between two heartbeats. An observer may date a heartbeat too late, by up to
+    this pause. The sum is such that a worker is replaced within DEAD_AFTER_S of its death. On NFS, where
+    heartbeats are 5 s apart, a listing may be 60 s old, so that a running worker may seem silent for 65 s.
     """
     return DEAD_AFTER_S - heartbeat_s - TAKEOVER_S
 
 
 class Beacon:
-    """The beacon of this worker. Its methods may be called from several threads."""
+    """The beacon of this worker: an empty file whose name shows its last heartbeat. Thread-safe."""
 
     def __init__(self, directory: Path, task: str, holder: LockHolder, store: Store) -> None:
-        """Prepare the beacon; `light` creates its file, whose name shows the last heartbeat.
+        """Prepare the beacon; `light` creates its file.
 
-        `directory` contains the leases. `holder` is this worker as the lock of its task names it.
+        `directory` contains the leases (claimed ranges of rows). `holder` is this worker, as its lock names
+        it.
         """
         self._directory = directory
         self._prefix = f"alive.{task}.{holder.machine_key}.{holder.token}"
@@ -91,10 +93,9 @@ class Beacon:
         self._leases = leases[:LEASES_SHOWN]
 
     def beat(self) -> None:
-        """Rename the file of the beacon, which shows the other workers that this worker runs.
+        """Rename the file of the beacon, if there is one, to show other workers that this one runs.
 
-        Do nothing if there is no beacon. Raises OSError if the file cannot be renamed, for example because
-        another worker has removed it.
+        Raises OSError if it cannot be renamed, for example because another worker has removed it.
         """
         with self._turn:
             if self._path is not None:
@@ -117,7 +118,7 @@ class Beacon:
 
 @dataclass(slots=True)
 class _Sighting:
-    """A beacon as it was last seen."""
+    """A worker's beacon as it was last seen."""
 
     token: str
     machine_key: str
@@ -125,14 +126,13 @@ class _Sighting:
     seconds: int
     """Time of the last heartbeat by the worker's clock, from the newest name."""
     seen_at: float
-    """Time at which a listing first had the newest name of the beacon, by the observer's clock."""
+    """Time at which a listing first had the newest name, by the observer's clock."""
     beat_at: float
-    """Time of the last heartbeat by the observer's clock, or a few seconds later."""
+    """Time of the last heartbeat by the observer's clock; it may be a few seconds too late."""
     offset: float
-    """`seen_at` minus `seconds`: the difference between the clocks of observer and worker, plus the delay
-    until a listing had the name."""
+    """`seen_at` minus `seconds`: the difference between the two clocks, plus the delay of the listing."""
     has_moved: bool = False
-    """Whether the observer has seen the worker rename its beacon."""
+    """Whether the observer has seen a heartbeat (a change of the name)."""
     leases: Sequence[str] = ()
     """Names of leases that the worker held at its last heartbeat."""
     names: list[str] = field(default_factory=list)
@@ -140,7 +140,7 @@ class _Sighting:
 
     @classmethod
     def first(cls, *, token: str, machine_key: str, seconds: int, now: float) -> _Sighting:
-        """Return the record of a beacon that a listing, at the time `now`, shows for the first time."""
+        """Return the record of a beacon that appears for the first time, in a listing at the time `now`."""
         return cls(
             token=token,
             machine_key=machine_key,
@@ -151,29 +151,29 @@ class _Sighting:
         )
 
     def move(self, seconds: int, *, now: float, looked_at: float) -> None:
-        """Record a newer name, and estimate the time of the heartbeat that gave the beacon this name.
+        """Record a newer name, and estimate the time of its heartbeat by the observer's clock.
 
-        `seconds` is the time in the new name, by the worker's clock. `now` is the time of the listing with
-        the new name, and `looked_at` that of the listing before, both by the observer's clock.
+        `seconds` is the time in the new name, by the worker's clock. The listing at `now` had the new name,
+        and the listing before it, at `looked_at`, did not. Both times are by the observer's clock.
         """
-        # The offset is the difference between two clocks, plus the delay until a listing showed the
-        # heartbeat. The smaller of the last two offsets has the smaller delay. Older ones do not count,
-        # because clocks drift and a virtual machine may have been suspended.
+        # The offset contains the delay until a listing showed the heartbeat. The smaller of the last two
+        # offsets has the smaller delay. Older ones do not count, because clocks drift and machines are
+        # suspended.
         offset = now - seconds
-        # The heartbeat came after the listing before, which still had the old name.
+        # The heartbeat came after the previous listing, which still had the old name.
         self.beat_at = max(looked_at, min(offset, self.offset) + seconds)
         self.seconds, self.seen_at, self.offset, self.has_moved = seconds, now, offset, True
 
 
 class BeaconWatch:
-    """Observes the beacons of the other workers; judges from listings which of these workers are dead.
+    """Judges from the beacons of the other workers which of them are dead.
 
     A worker on another machine is dead if its last heartbeat was `silence_s` ago by this machine's clock. A
     worker on this machine is looked up in /proc.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        """Watch the other workers of a run. `run_dir` is the RunDir of this worker."""
+        """Watch the other workers of a run; `run_dir` is the one of this worker."""
         self._run_dir = run_dir
         self._me: LockHolder = this_process()
         is_local = run_dir.store.objects is None
@@ -182,16 +182,16 @@ class BeaconWatch:
         self._looked_at = time.monotonic()
         """Time of the last call of `look`."""
         self._sightings: dict[str, _Sighting] = {}
-        """What the listings so far tell of each worker's beacon, by the worker's task."""
+        """Beacons in the listings so far, by the worker's name."""
         self._monitors: dict[str, LivenessMonitor] = {}
-        """Monitors of workers without a beacon, and of processes that took over the lock of a dead worker."""
+        """Monitors of workers without a beacon, and of processes that took over a dead worker's lock."""
         self._runs: dict[str, bool | None] = {}
         """Whether each worker runs; None if that is not clear yet."""
         self._owners: dict[str, bytes] = {}
         """Content of each worker's `owner` when it was last read."""
 
     def __len__(self) -> int:
-        """Return the number of workers that hold leases."""
+        """Return the number of workers that hold leases (ranges of rows)."""
         return len(self._runs)
 
     @property
@@ -205,13 +205,13 @@ class BeaconWatch:
         return all(self._runs.values())
 
     def owner_content(self, task: str) -> bytes:
-        """Return the content that a dead worker's `owner` had when the worker was judged to be dead."""
+        """Return the content that `owner` had when this worker was judged to be dead."""
         return self._owners[task]
 
     def seconds_to_verdict(self) -> float:
         """Return the seconds until the next silent worker counts as dead; infinity if none is silent.
 
-        A worker is silent if it is not clear whether it runs (`_runs` has None for it).
+        A worker is silent if it is not clear whether it runs.
         """
         now = time.monotonic()
         times = [
@@ -219,18 +219,19 @@ class BeaconWatch:
             for task, sighting in self._sightings.items()
             if self._runs[task] is None
         ]
-        # If a verdict was due already, it waits for something other than time, such as another process that
-        # takes over the worker's lock.
+        # A past time means that the verdict waits for something else, such as a process that takes over the
+        # worker's lock.
         return min((seconds for seconds in times if seconds >= 0), default=math.inf)
 
     def look(self, names: Iterable[str]) -> None:
-        """Judge the workers by their beacons; `names` are all names in a new listing of the directory.
+        """Find out which workers run, by their beacons (files renamed at each heartbeat).
 
-        Raises OSError if the `owner` of a worker cannot be read.
+        `names` are all names in a new listing of the directory. Raises OSError if the `owner` of a worker
+        cannot be read.
         """
         now = time.monotonic()
-        # In an object store, a rename creates a new object and then deletes the old one. A worker that is
-        # killed in between leaves both names, of which the newest counts.
+        # In an object store, a rename creates a new object and then deletes the old one. If the worker is
+        # killed in between, both names remain. The newest counts.
         beacons: dict[str, list[re.Match[str]]] = {}
         for match in filter(None, map(_NAME.fullmatch, names)):
             if match["task"] != self._run_dir.task:
@@ -250,12 +251,12 @@ class BeaconWatch:
             sighting.leases = newest["leases"].split("_")[1:]
             self._sightings[task] = sighting
         self._looked_at = now
-        # A worker renames its beacon at each heartbeat, so a recent rename proves that the worker runs.
+        # A worker renames its beacon at each heartbeat, so a recent rename proves that it runs.
         self._runs = {
             task: True if self._is_fresh(sighting) else None for task, sighting in self._sightings.items()
         }
-        # A judgement reads the `owner` of a worker. After a heartbeat, the `owner` of a worker on another
-        # machine tells nothing new. Of the other workers, those that were silent longest are judged.
+        # Judging a worker means reading its `owner`. After a heartbeat, the `owner` of a worker on another
+        # machine shows nothing new. Of the other workers, those that were silent longest are judged.
         doubtful = [
             task
             for task, sighting in self._sightings.items()
@@ -266,7 +267,7 @@ class BeaconWatch:
             self._runs[task] = self._judge(task, self._sightings[task])
 
     def look_without_beacons(self, tasks: Iterable[str]) -> None:
-        """Judge workers that hold leases without a beacon, as after a power failure.
+        """Find out which workers run that hold leases but have no beacon, for example after a power failure.
 
         Raises OSError if the run's store does not answer.
         """
@@ -289,16 +290,15 @@ class BeaconWatch:
                 self._run_dir.store.remove(self._run_dir.leases / name)
 
     def _judge(self, task: str, sighting: _Sighting) -> bool | None:
-        """Return whether a worker runs; None if that is not clear yet.
+        """Tell whether a worker runs, by its last heartbeat and by `owner`; None if that is not clear yet.
 
-        The answer follows from the worker's last heartbeat, and from the process that `owner` names. Raises
-        OSError if `owner` cannot be read.
+        Raises OSError if `owner` cannot be read.
         """
         content = read_owner(self._run_dir.of_task(task))
         self._owners[task] = content
         holder = parse_holder(content)
         if holder is not None and holder.token != sighting.token:
-            # Another process takes over the lock of this worker, and may die, too.
+            # Another process is taking over the lock of this worker. It may die too.
             return self._poll_owner(task)
         return judge_holder(
             holder,
@@ -309,11 +309,11 @@ class BeaconWatch:
         )
 
     def _is_fresh(self, sighting: _Sighting) -> bool:
-        """Return whether the last listing, or one shortly before, showed a new heartbeat of the worker."""
+        """Tell whether the last listing, or one shortly before it, showed a new heartbeat of the worker."""
         return sighting.has_moved and self._looked_at - sighting.seen_at <= self._fresh_s
 
     def _poll_owner(self, task: str) -> bool | None:
-        """Return whether the process that holds a worker's lock runs; None if that is not clear yet."""
+        """Tell whether the process that holds a worker's lock runs; None if that is not clear yet."""
         monitor = self._monitors.setdefault(task, monitor_of(self._run_dir.of_task(task)))
         runs = monitor.poll()
         self._owners[task] = monitor.owner_content

@@ -8,28 +8,32 @@ from pathlib import Path
 import pyarrow as pa
 
 BUFFER_BYTES = 32 << 20
-"""Default size in bytes of the rows that are buffered before they are written to the buckets. Few long writes
-per bucket are faster than many short ones."""
+"""Default size in bytes of the rows that are buffered before they are written to the buckets.
+
+Few long writes per bucket are faster than many short ones.
+"""
 _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 @dataclass(slots=True)
 class Buckets:
-    """Sorts rows by a column of integers; one bucket at a time is in memory."""
+    """Sorts rows by a column of integers, with one bucket in memory at a time."""
 
     directory: Path
     """Directory of the bucket files."""
     column: str
     ends: Sequence[int]
-    """Exclusive upper bounds of the buckets in ascending order. Bucket i holds the numbers from `ends[i - 1]`
-    to `ends[i]`, without the latter. The last bound exceeds all numbers."""
+    """Exclusive upper bounds of the buckets, ascending. The last bound exceeds all numbers.
+
+    Bucket i holds the numbers from `ends[i - 1]` up to, but not including, `ends[i]`.
+    """
     buffer_bytes: int = BUFFER_BYTES
-    """Size in bytes of the buffered rows at which they are written to the files of their buckets."""
+    """Size in bytes of the buffered rows at which they are written to the bucket files."""
     _buffer: list[pa.Table] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
 
     def put(self, table: pa.Table) -> None:
-        """Add rows in any order. Raises OSError if the file of a bucket cannot be written."""
+        """Add rows in any order. Raises OSError if a bucket file cannot be written."""
         self._buffer.append(table)
         self._bytes += table.nbytes
         if self._bytes >= self.buffer_bytes:
@@ -49,33 +53,32 @@ class Buckets:
     def _partition(self) -> None:
         """Append the buffered rows to the files of their buckets, and empty the buffer.
 
-        The column to sort by decides the bucket of a row: bucket i holds numbers below `ends[i]`, but not
-        below `ends[i - 1]`.
+        Bucket i gets the rows with numbers below `ends[i]` that are not below `ends[i - 1]`.
         """
         if not self._buffer:
             return
-        # Sorting makes the rows of each bucket consecutive, so that one slice has all of them.
+        # After sorting, the rows of a bucket are one slice.
         table = pa.concat_tables(self._buffer).sort_by(self.column)
         self._buffer, self._bytes = [], 0
         numbers = table.column(self.column)
         start = 0
         while start < table.num_rows:
             bucket = bisect_right(self.ends, numbers[start].as_py())
-            # `end` is the index of the first row that belongs to a later bucket.
+            # Index of the first row that belongs to a later bucket.
             end = bisect_left(numbers, self.ends[bucket], start, key=lambda number: number.as_py())
             self._append(bucket, table.slice(start, end - start))
             start = end
         release_unused()
 
     def _append(self, bucket: int, rows: pa.Table) -> None:
-        """Append the rows to a bucket's file as a separate Arrow stream, so that no file stays open."""
+        """Append rows to a bucket's file as a separate Arrow stream, so that no file stays open."""
         path = self.directory / f"bucket-{bucket:06d}.arrows"
         with path.open("ab") as file, pa.ipc.new_stream(file, rows.schema, options=_LZ4) as stream:
             stream.write_table(rows)
 
 
 def release_unused() -> None:
-    """Return memory that Arrow's pool keeps for later use to the operating system.
+    """Return memory to the operating system that Arrow's pool keeps for later use.
 
     The pool often keeps more memory than all tables occupy.
     """

@@ -1,4 +1,4 @@
-"""Converts outcomes of rows into Arrow tables with the columns of a part file (a Parquet file of results)."""
+"""Converts results of rows to Arrow tables with the columns of a part file (a Parquet file of results)."""
 
 import logging
 from collections import defaultdict
@@ -39,7 +39,7 @@ NO_ANSWER = Completion(
     prompt_tokens=None,
     cached_tokens=None,
 )
-"""Placeholder for the completion of a row without an answer."""
+"""Stands for the completion of a row without an answer."""
 _TOKEN = pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 ANSWER_TYPES: dict[str, pa.DataType] = {
@@ -59,19 +59,21 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
 }
 """Arrow types of the optional result columns, for a row with a single completion."""
 TASK = "task"
-"""Key in the metadata of a part file for the name of the job's task, if the task decodes no text (such as
-embedding). A part file with this key lacks the text columns (OF_TEXTS), so an input column that is copied
-into the results may be called `output`."""
+"""Metadata key in a part file of a job whose task generates no text, such as embedding.
+
+Such a file lacks the text columns (OF_TEXTS), so an input column that is copied into the results may be
+called `output`.
+"""
 OF_THE_PROMPT = {"prompt_logprobs"}
-"""Columns of ANSWER_TYPES that describe the prompt, and so have one value for all completions of a row."""
+"""Columns of ANSWER_TYPES about the prompt. They have one value for all completions of a row."""
 
 
 def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
-    """Return the schema of the part files of this attempt.
+    """Return the schema of this attempt's part files.
 
     The columns are `row`, the `carried` input columns, and the other result columns. If rows have several
-    completions, a column that describes them is a list with a value for each completion. A task without
-    decoding has no text columns.
+    completions, a column about completions is a list with a value for each. A task without decoding has no
+    text columns.
     """
 
     def per_completion(kind: pa.DataType) -> pa.DataType:
@@ -88,7 +90,7 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
         "attempts": pa.int32(),
         "error": pa.string(),
     }
-    # `row` is the first of RESULT_COLUMNS. The copied input columns come between it and the others.
+    # The copied input columns come between `row` and the other result columns.
     row, *results = (name for name in RESULT_COLUMNS if plan.task is None or name not in OF_TEXTS)
     fields = [
         pa.field(row, types[row], nullable=False),
@@ -105,14 +107,14 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
 
 
 def has_texts(schema: pa.Schema) -> bool:
-    """Whether a part file with this schema has the text columns (OF_TEXTS)."""
+    """Tell whether a part file with this schema has the text columns (OF_TEXTS)."""
     return TASK.encode() not in (schema.metadata or {})
 
 
 def rows_made(outcome: Outcome) -> list[Outcome]:
-    """Return one outcome for each result row that a rollout function returned.
+    """Return an outcome for each result row that a rollout function returned.
 
-    If the function returned no rows, return `outcome` itself in a list.
+    If the function returned no rows, the result is `outcome` itself, in a list.
     """
     completion = outcome.completion
     values_of_rows = completion.columns.get(MADE_ROWS) if completion is not None else None
@@ -124,7 +126,7 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
             **completion.columns,
             RETURNED: [msgspec.json.encode(values).decode()],
             "rollout": [number],
-            # The function's values come last, so that they replace columns of the same names.
+            # The function's values come last, and so replace columns of the same names.
             **{name: [value] for name, value in values.items()},
         }
         rows.append(outcome._replace(completion=completion._replace(columns=columns)))
@@ -133,10 +135,10 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
 
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
     """Convert outcomes, in their order, to a table with the schema of a part file."""
-    if plan.asked is not None:  # The job has rollouts, each of which may return several rows.
+    if plan.asked is not None:  # The job has multi-turn rollouts, each of which may return several rows.
         outcomes = [*chain.from_iterable(map(rows_made, outcomes))]
     is_single = plan.samples == 1
-    # Transpose all outcomes at once, because reading each field of each outcome takes four times as long.
+    # All outcomes are transposed at once: reading each field of each outcome takes four times as long.
     refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
     answers = [NO_ANSWER if completion is None else completion for completion in completions]
     texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
@@ -144,7 +146,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     def of_completions(values: Sequence[Any]) -> list[Any]:
         if is_single:
             return [value[0] for value in values]
-        # A row without an answer gets null in place of a list with the values of NO_ANSWER.
+        # A row without an answer gets null instead of the values of NO_ANSWER.
         return [value if completion else None for value, completion in zip(values, completions, strict=True)]
 
     values: dict[str, Sequence[Any]] = {
@@ -159,7 +161,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         values["output"] = of_completions(texts)
         values["finish_reason"] = of_completions(reasons)
         values["completion_tokens"] = of_completions(counts)
-        # A row that `prompt.python` left out has no answer, but has the finish reason LEFT_OUT.
+        # A row that `prompt.python` left out has no answer, but the finish reason LEFT_OUT.
         if None in values["finish_reason"]:
             left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
             values["finish_reason"] = [
@@ -175,7 +177,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
             values[name] = [None if items is None else items[0] for items in lists]
         else:
             values[name] = lists
-    # The columns of the schema that have no values yet are copied from the input.
+    # Columns that have no values yet are copied from the input.
     has_carried = bool({*schema.names} - values.keys())
     carried = _carried(refs) if has_carried else pa.table({})
     arrays = [
@@ -186,11 +188,11 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
 
 
 def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
-    """Infer names and types of result columns from all values that a rollout function returned.
+    """Infer the names and types of result columns from all values that a rollout function returned.
 
-    This is for functions that do not declare their columns by annotations. Objects, such as the messages of a
-    chat, become structs. A column becomes JSON if its values, or those of a property of its objects, have
-    several types. In such a column, texts have quotes, about which a warning is logged.
+    This is needed if the function does not declare its columns by annotations. Objects, such as chat
+    messages, become structs. A column becomes JSON if its values have several types, or if a property of its
+    objects has. Texts in such a column have quotes, so a warning is logged.
     """
     columns: dict[str, ColumnKind] = {}
     columns_with_texts: set[str] = set()
@@ -198,7 +200,7 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
         for row in _returned(table):
             for name, value in row.items():
                 kinds = kinds_of_value(value)
-                # The kind "null" of a new column has no effect if there are other kinds.
+                # A new column starts with the kind "null", which any other kind replaces.
                 columns[name] = common_kind([columns.get(name, "null"), *kinds])
                 if "string" in map(innermost, kinds):
                     columns_with_texts.add(name)
@@ -213,7 +215,7 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
 
 
 def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
-    """Return a table in which the column RETURNED is replaced by a column for each value in its JSON objects.
+    """Return a table in which the JSON column RETURNED is replaced by a column for each of its keys.
 
     `kinds` has the names and types of the new columns. They replace input columns of the same names.
     """
@@ -231,10 +233,10 @@ def _returned(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def _carried(refs: Sequence[RowRef]) -> pa.Table:
-    """Collect the input columns to copy into the results of these rows, in the order of `refs`.
+    """Return the input columns that are copied into the results of these rows, in the order of `refs`.
 
-    All rows of a batch are taken in one call, which is much faster than a call for each row. The resulting
-    table is grouped by batch, so a final call of `take` restores the order of `refs`.
+    All rows of a batch are taken in one call, which is much faster than one call per row. A final `take`
+    restores the order.
     """
     batches: dict[int, pa.RecordBatch] = {}
     positions_in_batch: defaultdict[int, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Counts of finished rows in bounded memory: how they ended, why some failed, what rejected answers cost.
+"""Counts of finished rows, in limited memory: finish reasons, failures, and tokens of rejected answers.
 
 The metadata of each part file (a Parquet file of results) has the counts of its rows. So has the metadata of
 each table in a journal, which holds rows that are in no part file yet.
@@ -19,21 +19,25 @@ from batchrunner.core.types import LEFT_OUT, Completion, Outcome
 from batchrunner.job.output import CUT
 
 NOT_REPORTED = "not reported"
-"""Finish reason of an answer whose server reports none."""
+"""Finish reason of an answer if the server reports none."""
 NO_REQUEST = "no request"
-"""Finish reason of a rollout that sent no request."""
+"""Finish reason of a multi-turn rollout that sent no request."""
 MOST_GROUPS = 50
-"""Maximum number of groups of failures that are counted separately, and of different finish reasons. All
-further groups and reasons are counted as OTHER."""
+"""Maximum number of groups of similar failures, and of finish reasons, that are counted separately.
+
+All others are counted as OTHER.
+"""
 OTHER = "other reasons"
 ASKED_AGAIN = "asked_again"
-"""Key in `Completion.columns` for records of the requests that were sent again after a rejected answer
-(AskedAgain). It is not the name of a result column."""
+"""Key in `Completion.columns` for requests that were sent again after a rejected answer (AskedAgain).
+
+It is not a result column.
+"""
 Counts = TypeVar("Counts", "RowCounts", "CheckCounts")
 _DIGITS = re.compile(r"\d+")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _COUNTS = b"batchrunner_counts"
-"""Key in the metadata of a table of results, under which the counts of its rows (TableCounts) are stored."""
+"""Metadata key in a table of results for the counts of its rows (TableCounts)."""
 
 
 def _sum(a: Counts, b: Counts) -> Counts:
@@ -47,7 +51,7 @@ class Failures:
     rows: dict[str, int] = field(default_factory=dict)
     """Number of failed rows in each group of similar messages."""
     examples: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """The first row of each group: its ordinal in the input, and its message."""
+    """First failed row of each group: its number in the input, and its message."""
 
     def add(self, row: int, error: str) -> None:
         """Count one failed row."""
@@ -63,7 +67,7 @@ class Failures:
         self.examples.setdefault(group, example)
 
     def __add__(self, other: Failures) -> Failures:
-        """Return the groups of both operands, with the rows of equal groups added up."""
+        """Return the sum of both operands, group by group."""
         total = Failures()
         for failures in (self, other):
             for group, count in failures.rows.items():
@@ -90,10 +94,10 @@ class AskedAgain(NamedTuple):
     """The answers to a request whose first answer was rejected."""
 
     asks: int
-    """Number of answers, rejected ones included."""
+    """Number of answers, including the rejected ones."""
     rejected: tuple[Rejected, ...]
     is_good: bool | None
-    """Whether the last answer is good; None if the row ended while a further answer was awaited."""
+    """Whether the last answer is good; None if the row ended before that answer came."""
     prompt_tokens: int
     """Prompt tokens of the last answer."""
 
@@ -119,29 +123,28 @@ class CheckCounts:
     def add(self, outcome: Outcome) -> int:
         """Count the rejected answers of a finished row.
 
-        Return the output tokens of the rejected answers that the row's result does not contain.
+        Returns the output tokens of those rejected answers that are not in the row's result.
         """
         discarded_tokens = 0
         columns = outcome.completion.columns if outcome.completion is not None else {}
-        # A rollout has a record for each request whose first answer was rejected. Any other row has at most
-        # one record.
+        # A multi-turn rollout has a record for each request whose first answer was rejected. Other rows have
+        # at most one.
         for asks, rejected, is_good, prompt_tokens in columns.get(ASKED_AGAIN, ()):
             self.rows_asked_again += asks > 1
             self.asked_again += asks - 1
             self.rows_mended += is_good is True and asks > 1
             self.rows_failed += is_good is False  # None means that the row ended before its last answer came.
-            # All requests of a row have about as many prompt tokens as the last one.
+            # All requests of a row are assumed to have as many prompt tokens as the last one.
             self.prompt_tokens += (asks - 1) * prompt_tokens
             for complaint, tokens in rejected:
                 self.causes.add(outcome.ref.row, complaint)
                 self.output_tokens += tokens
-            # The result of a failed row contains the last rejected answer, so only the others are discarded.
+            # A failed row keeps its last rejected answer in the result. Only the others are discarded.
             discarded = rejected if is_good else rejected[:-1]
             discarded_tokens += sum(tokens for _, tokens in discarded)
         return discarded_tokens
 
     def __add__(self, other: CheckCounts) -> CheckCounts:
-        """Return the sum of two counts, field by field."""
         return _sum(self, other)
 
     def as_dict(self) -> dict[str, Any]:
@@ -158,24 +161,26 @@ class RowCounts:
     ok: int = 0
     failed: int = 0
     cut: int = 0
-    """Number of rows in `ok` with an output that was truncated at `max_new_tokens`."""
+    """Number of successful rows with an output that was truncated at `max_new_tokens`."""
     thinking_cut: int = 0
-    """Number of rows in `ok` whose thinking took all of `max_thinking_tokens`."""
+    """Number of successful rows whose thinking took all of `max_thinking_tokens`."""
     output_tokens: int = 0
-    """Tokens that the engine generated, rejected answers included. `duplicates` and `reused` add no
-    tokens."""
+    """Tokens that the engine generated, also for rejected answers.
+
+    Rows in `duplicates` and `reused` add none.
+    """
     prompt_tokens: int = 0
-    """Prompt tokens of the final answers. `duplicates` and `reused` add no tokens."""
+    """Prompt tokens of the final answers, without those of `duplicates` and `reused`."""
     cached_tokens: int = 0
-    """Number of the `prompt_tokens` that came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
     duplicates: int = 0
     """Number of rows that were not sent because they share the answer of an equal row."""
     reused: int = 0
     """Number of rows that were not sent because another run has the answer to an equal request."""
     left_out: int = 0
-    """Number of rows in `ok` that `prompt.python` left out, so that they have no answer."""
+    """Number of successful rows that `prompt.python` left out, so that they have no answer."""
     retries: int = 0
-    """Total number of attempts, without the first attempt of each row."""
+    """Number of attempts beyond the first one of each row."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Failures = field(default_factory=Failures)
     checks: CheckCounts = field(default_factory=CheckCounts)
@@ -188,7 +193,7 @@ class RowCounts:
 
     @property
     def own(self) -> int:
-        """Number of rows in `done` that this run finished itself: `done` without `reused`."""
+        """Number of rows that this run finished itself: `done` without `reused`."""
         return self.done - self.reused
 
     def add(self, outcome: Outcome) -> None:
@@ -204,55 +209,52 @@ class RowCounts:
             reasons = _finish_reasons(completion)
             for reason in reasons:
                 is_new = reason not in self.finish_reasons
-                # The number of different reasons is limited, because a faulty server may invent endless ones.
+                # A faulty server may invent endless finish reasons, so their number is limited.
                 group = OTHER if is_new and len(self.finish_reasons) >= MOST_GROUPS else reason
                 self.finish_reasons[group] += 1
             if completion is None:
                 self.left_out += 1
-            elif attempts == 0:  # The row was not sent, because it shares the answer of an equal row.
+            elif attempts == 0:  # The row was not sent: it shares the answer of an equal row.
                 self.duplicates += 1
             if CUT in reasons:
                 self.cut += 1
             if completion is not None and completion.thinking_cut:
                 self.thinking_cut += 1
-        if completion is None or attempts == 0:  # The engine has generated no token for this row.
+        if completion is None or attempts == 0:  # The engine has generated no tokens for this row.
             return
         self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
-        if attempts > 1 or error is not None:  # Otherwise the first answer of the row was accepted.
+        if attempts > 1 or error is not None:  # Otherwise the row's first answer was accepted.
             self.output_tokens += self.checks.add(outcome)
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        """Return the sum of two counts, field by field."""
         return _sum(self, other)
 
 
 def _finish_reasons(completion: Completion | None) -> Sequence[str]:
-    """Return the finish reason of each output of a row, or why the row has no output."""
+    """Return the finish reason of each output of a row, or why the row has none."""
     if completion is None:
         return (LEFT_OUT,)
-    # Among rows without an error, only a rollout that sent no request has a completion without a text.
+    # A row without an error has a completion without text only if a rollout sent no request.
     missing = NO_REQUEST if None in completion.texts else NOT_REPORTED
     return [reason or missing for reason in completion.finish_reasons]
 
 
 class TableCounts(NamedTuple):
-    """The counts in the metadata of a part file, or of a table in a journal."""
+    """Counts in the metadata of a part file (a Parquet file of results), or of a table in a journal."""
 
     ok: RowCounts
-    """Counts of the rows that succeeded."""
     failed: RowCounts
-    """Counts of the rows that failed."""
 
 
-# The decoder is created at import, because msgspec inspects a type at its first use, and crashes if two
-# threads do so at the same time.
+# This is created at import. msgspec inspects a type at its first use, and crashes if two threads do so at
+# once.
 _read_counts = msgspec.json.Decoder(TableCounts, dec_hook=lambda kind, value: kind(value))
 
 
 def count(outcomes: Iterable[Outcome]) -> TableCounts:
-    """Return the counts of outcomes, separately for rows that succeeded and rows that failed."""
+    """Count outcomes, separately for rows that succeeded and rows that failed."""
     counts = TableCounts(RowCounts(), RowCounts())
     for outcome in outcomes:
         (counts.ok if outcome.error is None else counts.failed).add(outcome)
@@ -260,7 +262,7 @@ def count(outcomes: Iterable[Outcome]) -> TableCounts:
 
 
 def counts_in(schema: pa.Schema) -> TableCounts:
-    """Return the counts in the metadata of a table; all 0 if it has none."""
+    """Return the counts in a table's metadata; all 0 if it has none."""
     content = (schema.metadata or {}).get(_COUNTS)
     if content is None:
         return TableCounts(RowCounts(), RowCounts())
@@ -274,7 +276,7 @@ def sum_of(counts: Sequence[TableCounts]) -> TableCounts:
 
 
 def with_counts(table: pa.Table, counts: TableCounts | None) -> pa.Table:
-    """Return a table whose metadata has these counts, or no counts if `counts` is None."""
+    """Return a table with these counts in its metadata; without counts if `counts` is None."""
     metadata = {**(table.schema.metadata or {})}
     metadata.pop(_COUNTS, None)
     if counts is not None:

@@ -1,6 +1,7 @@
-"""The event log of a task, in JSON Lines: starts, load samples, decisions, the end.
+"""The event log of a task (a worker's share of a run), in JSON Lines.
 
-docs/reference/events.md lists all events. A run in an object store uploads its logs again as they grow.
+It has the starts, the load samples, the decisions and the ends. docs/reference/events.md lists all events. A
+run in an object store uploads its logs again as they grow.
 """
 
 import contextlib
@@ -27,17 +28,18 @@ log = logging.getLogger(__name__)
 TAIL_BYTES = 1 << 20
 """Number of bytes at the end of an event log that are searched for the newest events."""
 UPLOADED_PER_S = 256 << 10
-"""Maximum mean rate of the uploads of a log, in bytes per second. Each upload sends the whole log, so a log
-of 100 MB is uploaded about every 6.5 minutes."""
+"""Maximum mean rate of the uploads of a log, in bytes per second.
+
+Each upload sends the whole log, so a log of 100 MB is uploaded about every 6.5 minutes.
+"""
 _HEAD = re.compile(rb'{"time":(\d+(?:\.\d+)?),"elapsed_s":[\d.]+,"event":"([a-z]+)"')
 _NO_LOG = (FileNotFoundError, IsADirectoryError)
 
 
 class EventLog:
-    """Appends events. Each has `time` (seconds since the epoch), `elapsed_s` (since `open`) and `event`.
+    """Appends events. Each has `time` (seconds since the Unix epoch), `elapsed_s` (since `open`) and `event`.
 
-    Events from before `open` are held back. They are written right after `start`, the first event after
-    `open`.
+    Events before `open` are held back. They are written right after `start`, the first event after `open`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,16 +59,16 @@ class EventLog:
         self._began = time.monotonic()
 
     def write(self, event: str, **values: Any) -> None:
-        """Append an event. Before `open`, hold it back until the first event after `open` is written.
+        """Append an event. Before `open`, the event is held back.
 
-        An event that cannot be written is dropped. The next event that can be written has the number of
-        dropped events in `events_lost`.
+        It is then written after the first event that follows `open`. An event that cannot be written is
+        dropped. The next one that can be written has the number of dropped events in `events_lost`.
         """
         if self._file is None:  # `open` has not been called yet.
             self._early.append((event, values))
             return
         self._append(self._file, event, values)
-        # The first event after `open`, `start`, comes before the events that were held back.
+        # `start` is the first event after `open`. The events that were held back follow it.
         for early_event, early_values in self._early:
             self._append(self._file, early_event, early_values)
         self._early = []
@@ -82,7 +84,7 @@ class EventLog:
         line_break = b""
         if self._lost:
             line["events_lost"] = self._lost
-            # The lost event may have left an incomplete line, so this event begins on a new line.
+            # The lost event may have left an incomplete line, so this one begins on a new line.
             line_break = b"\n"
         content = line_break + json_line(line, default=str)
         try:
@@ -99,26 +101,26 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log in order, without lines that a crash has torn; none for a missing log."""
+    """Yield the events of a log in order, without incomplete lines; nothing if the log is missing."""
     return _events_in(_lines(path))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a log; none for a missing log."""
+    """Yield the lines of a log; nothing if the log is missing."""
     with contextlib.suppress(*_NO_LOG), path.open("rb") as file:
         yield from file
 
 
 def attempt_spans(path: Path) -> list[tuple[float, float]]:
-    """Return the times of the first and the last event of each attempt, in seconds since the epoch.
+    """Return the times of the first and the last event of each attempt, in seconds since the Unix epoch.
 
-    Only the head of each line is parsed, because the log of a day has about 100 MB.
+    Only the start of each line is parsed, because the log of a day has about 100 MB.
     """
     spans: list[tuple[float, float]] = []
     for line in _lines(path):
         if head := _HEAD.match(line):
             time_s = float(head[1])
-            # The first line may lack `start`, because a crash may have torn the line with it.
+            # If a crash has damaged the line with `start`, the first line counts instead.
             if head[2] == b"start" or not spans:
                 spans.append((time_s, time_s))
             spans[-1] = (spans[-1][0], max(spans[-1][1], time_s))
@@ -126,7 +128,7 @@ def attempt_spans(path: Path) -> list[tuple[float, float]]:
 
 
 def union_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total seconds that the spans of time cover, with overlaps counted once."""
+    """Return the total seconds that the time spans cover, with overlaps counted once."""
     total_s, covered_until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total_s += max(0.0, end - max(begin, covered_until))
@@ -135,17 +137,18 @@ def union_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def last_sample(path: Path) -> LoggedSample | None:
-    """Return the newest `sample` event of a log; None if the last TAIL_BYTES hold none."""
+    """Return the newest `sample` event of a log; None if there is none in the last TAIL_BYTES."""
     for line in _last_lines(path):
         head = _HEAD.match(line)
         if head and head[2] == b"sample":
-            with contextlib.suppress(msgspec.DecodeError):  # If a crash has torn this line, try an older one.
+            # If a crash has left this line incomplete, try an older one.
+            with contextlib.suppress(msgspec.DecodeError):
                 return read_sample(line)
     return None
 
 
 def last_end(path: Path) -> dict[str, Any]:
-    """Return the `end` event of the newest attempt of a log; empty if the attempt runs or was killed."""
+    """Return the `end` event of a log's newest attempt; empty if the attempt is running or was killed."""
     ends = (event for event in _last_events(path) if event["event"] in {"start", "end"})
     newest = next(ends, {})
     return newest if newest.get("event") == "end" else {}
@@ -166,7 +169,7 @@ def _last_lines(path: Path) -> Iterator[bytes]:
 
 
 def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the events in lines of a log, without lines that a crash has torn."""
+    """Yield the events in lines of a log; skip lines that a crash left incomplete."""
     for line in lines:
         with contextlib.suppress(orjson.JSONDecodeError):
             event = orjson.loads(line)
@@ -176,7 +179,7 @@ def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def uploading_logs(run_dir: RunDir) -> Iterator[None]:
-    """Upload the event log and the engine logs of a task during the block and at its end.
+    """Upload this worker's event log and engine logs, during the block and at its end.
 
     A failed upload only logs a warning, because a missing log must not end the run. A run on a file system
     uploads nothing.
@@ -197,9 +200,9 @@ def uploading_logs(run_dir: RunDir) -> Iterator[None]:
 def _upload_logs(run_dir: RunDir, uploads: dict[Path, tuple[int, float]], *, at_end: bool = False) -> None:
     """Upload the logs that have changed since their last upload.
 
-    Each upload sends the whole log. So a larger log is uploaded less often: on average, a log sends at most
-    UPLOADED_PER_S bytes per second. With `at_end`, this rate is not limited. `uploads` has the size and the
-    time of the last upload of each log, and is updated.
+    Each upload sends a whole log, so larger logs are uploaded less often: at most UPLOADED_PER_S bytes per
+    second on average. With `at_end`, this rate is not limited. `uploads` has the size and the time of each
+    log's last upload, and is updated.
     """
     for path in (run_dir.events, *sorted(run_dir.log_directory.glob("*.log"))):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Exports tables to one file in the format that its ending names: Parquet, Arrow, JSON Lines or CSV."""
+"""Exports tables to one file, whose ending names the format: Parquet, Arrow, JSON Lines or CSV."""
 
 import base64
 import contextlib
@@ -24,7 +24,7 @@ CHUNK_ROWS = 1024
 
 
 def export_format(file: str) -> FileFormat:
-    """Return the format that a file's ending names; raises OutputError for an unknown ending."""
+    """Return the format that a file's ending names; raise OutputError for an unknown ending."""
     file_format = known_format(file)
     if file_format is None:
         endings, compressions = ", ".join(ENDINGS), ", ".join(COMPRESSIONS)
@@ -45,7 +45,7 @@ def export_tables(tables: Iterator[pa.Table], path: Path, file_format: FileForma
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(open_to_write(path, file_format.compression))
         for table in tables:
-            if write is None:  # The writer needs the schema, which the first table has.
+            if write is None:  # The first table shows the schema that the writer needs.
                 write = stack.enter_context(_table_writer(file_format, stream, table.schema))
             write(table)
             rows += distinct_rows(table)
@@ -53,7 +53,7 @@ def export_tables(tables: Iterator[pa.Table], path: Path, file_format: FileForma
 
 
 def distinct_rows(table: pa.Table) -> int:
-    """Count the input rows in a table of results. A rollout may return several rows for one input row."""
+    """Count the input rows in a table of results. A multi-turn rollout may return several rows for one."""
     return int(pc.count_distinct(table.column("row")).as_py())
 
 
@@ -79,7 +79,7 @@ def _table_writer(
     elif file_format.kind == "Arrow":
         new_writer = pa.ipc.new_stream if file_format.ending == ".arrows" else pa.ipc.new_file
         with new_writer(stream, schema) as arrow:
-            # Readers load a whole record batch, so batches are kept small.
+            # Readers load a whole record batch at once, so batches are kept small.
             yield functools.partial(arrow.write_table, max_chunksize=8 * CHUNK_ROWS)
     elif file_format.kind == "JSON Lines":
         yield functools.partial(_write_json_lines, stream)
@@ -104,7 +104,7 @@ def _write_json_lines(stream: Any, table: pa.Table) -> None:
 
 
 def _write_csv(writer: Any, csv_schema: pa.Schema, table: pa.Table) -> None:
-    """Write a CSV record for each row of a table. Lists and structs become JSON, a null becomes empty."""
+    """Write a CSV record for each row of a table. Lists and structs become JSON; nulls become empty."""
     for batch in table.to_batches(CHUNK_ROWS):
         columns = []
         for column, field in zip(batch.columns, csv_schema, strict=True):
@@ -117,13 +117,13 @@ def _write_csv(writer: Any, csv_schema: pa.Schema, table: pa.Table) -> None:
 
 
 def _fits_csv(kind: pa.DataType) -> bool:
-    """Whether pyarrow's CSV writer can write values of this type; all others are converted to text first."""
+    """Tell whether pyarrow's CSV writer can write this type; all others are converted to text first."""
     checks = (pt.is_integer, pt.is_floating, pt.is_boolean, pt.is_string, pt.is_date)
     return any(check(kind) for check in checks)
 
 
 def _csv_text(value: Any) -> str | None:
-    """Return the text of a CSV field: JSON for a list or dict; for other values, JSON without its quotes."""
+    """Return the text of a CSV field: lists and dicts as JSON, other values as JSON without its quotes."""
     if value is None or isinstance(value, str):
         return value
     text = orjson.dumps(value, default=_json_default, option=orjson.OPT_NON_STR_KEYS).decode()

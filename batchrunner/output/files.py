@@ -1,4 +1,4 @@
-"""Atomic and durable file operations: a file is whole when it appears, and survives a power failure."""
+"""Atomic file operations: a file is complete when it appears, and survives a power failure."""
 
 import contextlib
 import errno
@@ -20,13 +20,14 @@ from batchrunner.core.timing import TIMING
 from batchrunner.job.fields import user_path
 
 TEMPORARY = ".tmp"
-"""Suffix of the name of a file that is not complete yet. The name also begins with a dot, so that readers of
-Parquet directories skip the file."""
+"""Suffix of an incomplete file's name.
+
+The name also begins with a dot, so that readers of Parquet directories skip the file.
+"""
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """Error numbers of file systems without hard links: exFAT, SMB, FUSE."""
 YOUNG_S = 60.0
-"""Age in seconds below which a scratch directory is not deleted, because its process may be about to lock
-it."""
+"""Age in seconds below which a scratch directory is not deleted; its process may be about to lock it."""
 
 
 @contextlib.contextmanager
@@ -35,13 +36,13 @@ def whole_file(
 ) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success sync the file and publish it as `path`.
 
-    On failure the temporary file is deleted. `writer` distinguishes the temporary names of processes that may
-    write the same file at once. `publish(temporary, path)` gives the file its final name. The default
-    replaces an existing file; `link_new` and `link_part` raise FileExistsError for an existing file.
+    On failure the temporary file is deleted. `writer` distinguishes the temporary files of processes that may
+    write the same file at once. `publish(temporary, path)` gives the file its final name. By default it
+    replaces an existing file; `link_new` and `link_part` raise FileExistsError instead.
     """
     temporary = path.with_name(f".{path.name}{writer and '.'}{writer}{TEMPORARY}")
-    # A temporary file of an earlier attempt may be a hard link to a published file. Writing to it would
-    # change the published file, so it is deleted first.
+    # An old temporary file may be a hard link to a published file, which a write would change. So it is
+    # deleted first.
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -56,9 +57,9 @@ def whole_file(
 def link_new(temporary: Path, path: Path) -> None:
     """Give a file the new name `path`. Raises FileExistsError if another process has taken the name.
 
-    The name is a hard link, which an NFS server creates for exactly one of several clients. If the server's
-    reply is lost, the client repeats the call. The second call fails although the first call succeeded, which
-    the number of the file's links shows.
+    The name is a hard link, which an NFS server creates for only one of several clients. If the server's
+    reply is lost, the client repeats the call, which then fails although the link exists. The number of the
+    file's links shows that.
     """
     try:
         path.hardlink_to(temporary)
@@ -70,8 +71,8 @@ def link_new(temporary: Path, path: Path) -> None:
 def link_part(temporary: Path, path: Path) -> None:
     """Do the same as `link_new`, but also on a file system without hard links.
 
-    Without hard links, the name is checked and then taken in two steps. This is safe for a part file (a
-    Parquet file of results), because only one task uses its name.
+    Without hard links, the name is checked and then taken in two steps. For a part file (a Parquet file of
+    results) this is safe, because only one worker uses its name.
     """
     try:
         link_new(temporary, path)
@@ -88,7 +89,7 @@ def create_file(
 ) -> bool:
     """Create a file unless it exists; return whether this call created it.
 
-    Exactly one of several concurrent calls returns True. `writer` and `publish` are as in `whole_file`;
+    Only one of several concurrent calls returns True. `writer` and `publish` are explained in `whole_file`;
     `publish` must raise FileExistsError for an existing file. Raises OSError if the file cannot be written.
     """
     try:
@@ -100,14 +101,16 @@ def create_file(
 
 
 _LINE_BREAKS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
-"""UTF-8 of characters that JSON allows unescaped although `str.splitlines` (and so httpx) ends a line at
-them, each with its JSON escape."""
+"""JSON escapes, by UTF-8 bytes, of characters at which some readers end a line.
+
+JSON allows these characters unescaped, but `str.splitlines` (and so httpx) splits there.
+"""
 
 
 def json_line(value: Any, default: Callable[[Any], Any] | None = None, option: int = 0) -> bytes:
     """Return a value as a line of JSON Lines, with its line end.
 
-    Characters at which some readers end a line are escaped. `default` and `option` are those of
+    Characters at which some readers end a line are escaped. `default` and `option` are passed to
     `orjson.dumps`.
     """
     line = orjson.dumps(value, default=default, option=option | orjson.OPT_APPEND_NEWLINE)
@@ -120,13 +123,13 @@ def json_line(value: Any, default: Callable[[Any], Any] | None = None, option: i
 def write_json(
     path: Path, value: object, writer: str = "", publish: Callable[[Path, Path], object] = Path.replace
 ) -> None:
-    """Write a JSON file atomically, see `whole_file`. Raises StorageError if it cannot be written."""
+    """Write a JSON file atomically, as `whole_file` does. Raises StorageError if it cannot be written."""
     with writing(path), whole_file(path, writer, publish) as temporary:
         temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, so that they survive a power failure.
+    """Create a directory and its missing parents, and sync them to disk.
 
     Raises OSError if a directory cannot be created.
     """
@@ -146,10 +149,10 @@ def sync_directory(path: Path) -> None:
 
 
 def refresh_listing(directory: Path) -> None:
-    """Make an NFS client read the names in a directory from the server again, by creating a file in it.
+    """Make an NFS client read a directory's names from the server again, by creating a file in it.
 
-    Otherwise the client may show names that it cached up to a minute ago. A read-only directory is left as it
-    is.
+    Otherwise the client may show names from a cache that is up to a minute old. A read-only directory is left
+    alone.
     """
     marker = directory / f".look-{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
@@ -161,11 +164,11 @@ def refresh_listing(directory: Path) -> None:
 def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
     """Hold the lock of a file during the block; the kernel releases the lock of a killed process.
 
-    The lock only saves work: two processes that run the block at the same time would write the same results,
-    each of which appears complete. So the wait for another process ends if its unfinished files have not
-    grown for `TIMING.silent_copy` seconds, because its machine may be suspended. `unfinished` is the pattern
-    of these files' names in the directory of the lock. On a file system without locks nobody waits. Raises
-    StorageError if the lock's file cannot be created, and in place of an OSError of the block.
+    The lock only saves work: two processes may run the block at once, because each result appears when it is
+    complete. So the wait for another process ends if its unfinished files have not grown for
+    `TIMING.silent_copy` seconds. Its machine may be suspended. `unfinished` is the pattern of these files'
+    names, in the directory of the lock. On a file system without locks nobody waits. Raises StorageError if
+    the lock's file cannot be created, and in place of an OSError of the block.
     """
     with writing(lock), lock.open("wb") as file:
         last_size, grew_at = -1, time.monotonic()
@@ -178,20 +181,20 @@ def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
 
 
 def scratch_directory(prefix: str) -> tuple[Path, Callable[[], None]]:
-    """Create a temporary directory, whose name begins with `prefix`; return it, and a function to delete it.
+    """Create a temporary directory whose name begins with `prefix`; return it with a function to delete it.
 
-    The process locks its directory, and the kernel releases the lock of a killed process. So the directories
-    that killed processes left behind can be told from others, and are deleted.
+    The process locks its directory, and the kernel releases the lock if the process is killed. Directories
+    without a lock are therefore left from killed processes, and are deleted.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        # An OSError means that the directory belongs to another user or to a running process, or is gone.
+        # The directory belongs to another user or to a running process, or is gone.
         with contextlib.suppress(OSError):
             # The process of a younger directory may not have locked it yet.
             if time.time() - path.stat().st_mtime > YOUNG_S:
                 _delete_if_abandoned(path)
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # On a file system without locks, directories stay.
+    with contextlib.suppress(OSError):  # Without locks in the file system, directories stay.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def delete() -> None:
@@ -226,7 +229,7 @@ def _bytes_of_files(directory: Path, pattern: str) -> int:
     """Return the total size in bytes of the files that match a pattern."""
     size = 0
     for file in directory.glob(pattern):
-        # Another process that writes the file may have renamed it since the listing.
+        # The process that writes the file may have renamed it since the listing.
         with contextlib.suppress(FileNotFoundError):
             size += file.stat().st_size
     return size
@@ -234,10 +237,9 @@ def _bytes_of_files(directory: Path, pattern: str) -> int:
 
 @contextlib.contextmanager
 def using_run(name: str) -> Iterator[None]:
-    """Turn an OSError of the block into an OutputError that names the run.
+    """Convert an OSError of the block to an OutputError that names the run.
 
-    If the run's object store may soon be available again, raise StoreAwayError instead, so that callers can
-    try again later.
+    If the run's object store may be back soon, the error is StoreAwayError, and callers can try again later.
     """
     try:
         yield
@@ -248,7 +250,7 @@ def using_run(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[None]:
-    """Raise an error of the class `kind` in place of an OSError of the block, which writes `path`."""
+    """Convert an OSError of the block, which writes `path`, to an error of class `kind`."""
     try:
         yield
     except OSError as failure:
@@ -256,7 +258,7 @@ def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[No
 
 
 def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = StorageError) -> BatchrunError:
-    """Return the error of the class `kind` for a failed write of `path`."""
+    """Return an error of class `kind` for a failed write of `path`."""
     if isinstance(failure, StoreRequestError):
         return kind(
             f"{failure.filename}: cannot be written: {failure}; stored rows are kept",

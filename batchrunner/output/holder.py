@@ -1,4 +1,4 @@
-"""The process that holds a task (a worker's place in a run), as the file or object `owner` names it."""
+"""The process that holds a task (a worker's share of a run), as the file or object `owner` names it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from zlib import crc32
 import orjson
 
 OWNER = "owner"
-"""Last part of the name of the file or object that names the process which holds the lock of a task."""
+"""Name, without its directory, of the file or object that says which process holds a worker's lock."""
 HEARTBEAT = "heartbeat"
-"""Name of the file in a task directory with a counter, which the process that holds the task's lock
-increments to show that it runs."""
+"""File with a counter, which the process that holds a worker's lock increments to show that it runs."""
 ABANDONED_PID = 0
-"""Process ID in `owner` that marks a task as abandoned: the process that held the task's lock gave the task
-up before it was done."""
+"""Process ID in `owner` if the process gave up its work before it was done."""
 HELD_HERE: set[str] = set()
 """Tokens (`LockHolder.token`) of the locks that this process holds."""
 _ENDED_STATES = {"Z", "X", "x"}
@@ -28,7 +26,7 @@ _ENDED_STATES = {"Z", "X", "x"}
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """Identity of a process by which processes on any machine can tell whether it runs."""
+    """Identity of a process, by which processes on any machine can tell whether it runs."""
 
     host: str
     machine: str
@@ -36,19 +34,19 @@ class LockHolder:
     boot: str
     """The kernel's ID of the boot during which the process runs; "" if it cannot be read."""
     namespace: str
-    """The kernel's ID of the PID namespace that `pid` belongs to; "" if it cannot be read."""
+    """The kernel's ID of the PID namespace of `pid`; "" if it cannot be read."""
     pid: int
     started: str
-    """Start time of the process in kernel ticks; distinguishes processes that had the same ID."""
+    """Start time of the process in kernel ticks; distinguishes it from others that had the same ID."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random hexadecimal name of the holder. It is a part of the names of its journals and temporary
-    files."""
+    """Random hexadecimal name of the process, a part of the names of its journals and temporary files."""
     beats: int = 0
-    """Number of heartbeats so far, if the lock is in an object store, which has no file `heartbeat`. Always 0
-    on a file system."""
+    """Number of heartbeats so far, if the lock is in an object store; else 0."""
     is_clean: bool = False
-    """Whether this process had written all its rows when it released the task; used only in an object
-    store."""
+    """Whether the process had written all its rows when it released its lock.
+
+    Used only in an object store.
+    """
 
     @property
     def machine_key(self) -> str:
@@ -60,28 +58,28 @@ class LockHolder:
         return f"batchrun with pid {self.pid} on {self.host}"
 
     def is_dead(self, observer: LockHolder) -> bool | None:
-        """Return whether the process has ended; None if `observer`, the process that asks, cannot tell.
+        """Tell whether the process has ended; None if `observer`, the process that asks, cannot know.
 
-        If the holder is this very process, but HELD_HERE lacks the holder's token, the holder counts as dead:
-        this process has given up the lock, but could not release it.
+        This very process counts as dead if HELD_HERE lacks its token: it has given up the lock, but could not
+        release it.
         """
         if self.pid == ABANDONED_PID:
             return True
         if (self.host, self.machine) != (observer.host, observer.machine) or not self.boot:
             return None  # The process may run on another machine.
         if self.boot != observer.boot:
-            # The machine has restarted since then. If its ID is unknown, it may be another machine of that
-            # name.
+            # The machine has restarted since then. If its ID is unknown, it may be another machine of the
+            # same name.
             return True if self.machine else None
         if self.namespace != observer.namespace:
             return None  # `pid` belongs to another container, so it cannot be looked up here.
-        # If the start time differs, the holder has ended, and another process may now have the same `pid`.
+        # With another start time, `pid` now belongs to another process, and this one has ended.
         is_other_process = _start_time(self.pid) != self.started
         return is_other_process or (self.pid == os.getpid() and self.token not in HELD_HERE)
 
 
 def this_process() -> LockHolder:
-    """Return the identity of the current process, with a new token, to be written into a lock."""
+    """Return the identity of the current process, with a new token."""
     return LockHolder(
         host=socket.gethostname(),
         machine=_text("/etc/machine-id"),
@@ -93,7 +91,7 @@ def this_process() -> LockHolder:
 
 
 def parse_holder(content: bytes) -> LockHolder | None:
-    """Return the process that the content of `owner`, the file of a lock, names; None if incomplete."""
+    """Return the process that the content of `owner` names; None if the content is incomplete."""
     try:
         values = orjson.loads(content)
         return LockHolder(**{field.name: values[field.name] for field in fields(LockHolder)})
@@ -102,14 +100,15 @@ def parse_holder(content: bytes) -> LockHolder | None:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a running process (field 22 of /proc/PID/stat), "" if it does not run.
+    """Return the start time of a running process (field 22 of /proc/PID/stat); "" if it does not run.
 
     A process that has ended stays in /proc as a zombie until its parent reads its exit status, which the
     first process of a container may never do. A process whose main thread has ended looks like a zombie too,
     but runs as long as it has other threads.
     """
     try:
-        # After the name in brackets come field 3, the state; field 20, the threads; field 22, the start time.
+        # The name in brackets is followed by field 3, the state. Field 20 has the threads, field 22 the start
+        # time.
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         state, threads, start_time = stat[0], int(stat[17]), stat[19]
     except (OSError, IndexError, ValueError):

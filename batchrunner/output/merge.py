@@ -1,4 +1,4 @@
-"""Merges the results of a run into one dataset or file, in input order and bounded memory."""
+"""Merges the results of a run into one dataset or file, in input order and with bounded memory."""
 
 import contextlib
 import secrets
@@ -34,7 +34,7 @@ from batchrunner.output.run_json import require_run_json
 BUCKET_ROWS = 100_000
 """Maximum number of rows in a bucket. Each bucket becomes one file of the merged dataset."""
 BUCKET_BYTES = 128 << 20
-"""Approximate maximum size of a bucket in memory, in bytes."""
+"""Approximate maximum size in bytes of a bucket in memory."""
 SAMPLED_PARTS = 32
 """Approximate number of part files that are read to estimate the size of a row in memory."""
 
@@ -43,18 +43,21 @@ class Merged(NamedTuple):
     """The dataset or file that a merge wrote."""
 
     path: Path
-    """Path of the directory `merged` with the dataset, or of the file."""
+    """Path of the file, or of the directory `merged`."""
     rows: int
-    """Number of input rows in the dataset or file. An input row with several results counts once."""
+    """Number of input rows. An input row with several results counts once."""
 
 
 def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = False) -> Merged:
-    """Write the durable rows of a run in input order to `merged/*.parquet` of the run, or to a file.
+    """Write the results of a run so far, in input order, to `merged/*.parquet` of the run or to a file.
 
-    Workers may be running. Rows are partitioned into buckets of consecutive input rows, then each bucket is
-    sorted. So two passes over the data suffice, with one bucket in memory at a time. The ending of `file`
-    selects its format. The file appears when it is complete, and replaces an existing file only with `force`.
-    Raises NoResultYetError if no row is durable yet, OutputError if the path holds no run, if `file` belongs
+    Workers may be running. Only rows that are safely on disk are written. The ending of `file` selects its
+    format. The file appears when it is complete, and replaces an existing file only with `force`.
+
+    Rows are partitioned into buckets of consecutive input rows, and each bucket is sorted. So the data are
+    read and written twice, with one bucket in memory at a time.
+
+    Raises NoResultYetError if no row is on disk yet, OutputError if the path holds no run, if `file` belongs
     to the run or if nothing can be written, ResumeError if a part file is damaged, and StorageError if the
     disk cannot read one.
     """
@@ -71,7 +74,7 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
     with writing(target, OutputError), work_directory(run_dir, target.parent) as work:
         tables = in_order(run_dir, durable_results(run_dir, work), work)
         if file_format is not None:
-            # The random text keeps this file apart from that of another merge to the same target.
+            # Random, so that two merges to the same file do not collide.
             with whole_file(target, secrets.token_hex(4)) as temporary:
                 rows = export_tables(tables, temporary, file_format)
         else:
@@ -125,32 +128,31 @@ def _merged_rows(run_dir: RunDir) -> int:
 
 @contextlib.contextmanager
 def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
-    """Create a directory for temporary files in `parent` and delete it afterwards.
+    """Create a directory for temporary files in `parent`, and delete it after the block.
 
-    Raises OSError if the directory cannot be created, and ResumeError if the part files that the block reads
-    do not belong together.
+    Raises OSError if it cannot be created, and ResumeError if the part files that the block reads do not
+    belong together.
     """
     work = parent / f".merge-{secrets.token_hex(4)}"
     try:
         work.mkdir()
         yield work
     except (KeyError, ValueError, pa.ArrowException) as failure:
-        # The files do not fit together, for example because one belongs to another run.
+        # The files do not fit together; for example, one belongs to another run.
         raise ResumeError(f"{run_dir.parts}: cannot be merged: {first_line(failure)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def durable_results(run_dir: RunDir, work: Path) -> list[Path]:
-    """Return Parquet files with all durable results: the part files of a run, and copies of its journals.
+    """Return Parquet files with all results on disk: the part files of a run, and copies of its journals.
 
-    The copies are written to the directory `work`. A row may be in two of the files. Running workers are not
-    disturbed. Raises OSError if a copy cannot be written, NoResultYetError if no row is durable.
+    The copies are written to the directory `work`. A row may be in two of the files. Workers may be running.
+    Raises OSError if a copy cannot be written, and NoResultYetError if there are no results.
     """
     copies = []
-    # A journal may become a part file at any time. So the journals are copied before the part files are
-    # listed: the rows of such a journal are then found twice, whereas in the opposite order they might be
-    # missed.
+    # A journal may become a part file at any time, so it is copied before the part files are listed. Its rows
+    # may then be found twice, but are never missed.
     for task in run_dir.all_tasks():
         for journal in task.journals():
             with contextlib.suppress(FileNotFoundError):
@@ -178,10 +180,10 @@ def in_order(
     """Yield the rows of part files as tables in input order.
 
     If several part files hold a row, the first file wins. A table has at most about `bucket_bytes` bytes
-    (default: BUCKET_BYTES). Memory peaks at about three times that size. `columns` selects columns; by
-    default the tables have all columns but the digests of requests. Temporary files go to the directory
-    `work`. Raises OutputError if they cannot be written, and ArrowException, KeyError or ResumeError for part
-    files that are damaged or do not belong together.
+    (default: BUCKET_BYTES), and memory peaks at about three times that size. By default, the tables have all
+    columns except the digests of requests. Temporary files go to the directory `work`. Raises OutputError if
+    they cannot be written, and ArrowException, KeyError or ResumeError for part files that are damaged or do
+    not belong together.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES
     bucket_rows = _bucket_rows(parts, columns, bucket_bytes)
@@ -193,24 +195,23 @@ def in_order(
             buckets.put(table)
     sorted_tables = buckets.take()
     kinds = None
-    # If a rollout function declares no columns, the types of its columns are inferred from the values of all
-    # rows.
+    # If a rollout function declares no columns, their types are inferred from the values of all rows.
     if RETURNED in schema.names:
         kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:
-        # `yield` is outside of this block, because an OSError of the caller must not become an OutputError.
+        # `yield` stays outside of this block. Otherwise an OSError of the caller would become an OutputError.
         with writing(run_dir.path, OutputError):
             table = next(sorted_tables, None)
         if table is None:
             return
         if kinds is not None:
             table = with_returned(table, kinds)
-        # The counts in the metadata are those of one part file, so they do not fit this table.
+        # The counts in the metadata are those of one part file, and do not fit this table.
         yield with_counts(table, None)
 
 
 def _distinct_tables(parts: list[Path], columns: list[str] | None, schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yield the table of each part file, without the rows that an earlier part file holds."""
+    """Yield the table of each part file, without rows that an earlier part file holds."""
     rows_so_far = BitMap64()
     for part in parts:
         table = _with_all_columns(_read(part, columns), schema)
@@ -225,10 +226,9 @@ def _distinct_tables(parts: list[Path], columns: list[str] | None, schema: pa.Sc
 def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:
     """Estimate the number of rows that fill a bucket, from a sample of the part files.
 
-    The sizes in the footers of Parquet files would be too small, because they count a repeated text only
-    once.
+    The sizes in the footers of Parquet files would be too small: a repeated text counts only once there.
     """
-    rows = size = 1  # A size of 0 would make the division fail if all part files are empty.
+    rows = size = 1  # Start above 0, because all part files may be empty and the size is a divisor.
     step = 1 + len(parts) // SAMPLED_PARTS
     for part in parts[::step]:
         table = _read(part, columns)
@@ -239,13 +239,13 @@ def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int
 def _common_schema(parts: list[Path], columns: list[str] | None) -> pa.Schema:
     """Return the common schema of all part files, with the columns in order of first occurrence.
 
-    `columns` selects columns; by default the schema has all columns but the digests of requests.
+    By default, it has all columns except the digests of requests.
     """
     schemas: list[pa.Schema] = []
     for part in parts:
         with _open(part) as file:
             schemas.append(file.schema_arrow)
-    schema = pa.unify_schemas(schemas)  # Different attempts at a run may have written different columns.
+    schema = pa.unify_schemas(schemas)  # Different attempts of a run may have written different columns.
     names = columns or {*schema.names} - {REQUEST_DIGEST}
     return pa.schema([field for field in schema if field.name in names], metadata=schema.metadata)
 
@@ -264,13 +264,13 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _read(part: Path, columns: list[str] | None) -> pa.Table:
     with _open(part) as file:
-        # A few columns are read by one thread, because each further thread would keep memory.
+        # For a few columns, one thread is enough. Each further thread would keep memory.
         return file.read(columns, use_threads=columns is None)
 
 
 @contextlib.contextmanager
 def _open(part: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part file. Raises ResumeError if the file is damaged or missing."""
+    """Open a part file. Raises ResumeError if it is damaged or missing."""
     try:
         with open_part(part) as file:
             yield file

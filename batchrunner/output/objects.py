@@ -1,4 +1,4 @@
-"""Requests to an object store with obstore: conditional writes, repeated reads, and reasons of failures."""
+"""Requests to an object store with obstore: conditional writes, repeated reads, and causes of failures."""
 
 import contextlib
 import errno
@@ -22,18 +22,22 @@ from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import StoreAddress, endpoint_of
 
 STORE_ERRORS = (BaseError, FileNotFoundError, ValueError)
-"""Errors that obstore raises for a request: its own, FileNotFoundError for a missing object, and ValueError
-for a malformed credential."""
+"""Errors that obstore raises for a request.
+
+They are its own errors, FileNotFoundError for a missing object, and ValueError for a malformed credential.
+"""
 Answer = TypeVar("Answer")
 READ_TRIES = 5
-"""Maximum number of tries of a read whose answer breaks off before its end."""
+"""Maximum number of tries of a read whose answer breaks off."""
 PIECE_BYTES = 4 << 20
-"""Minimum size in bytes of the pieces in which an object is downloaded. One piece at a time is in memory."""
+"""Minimum size in bytes of the pieces in which an object is downloaded. One piece is in memory at a time."""
 _ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
-"""Names of obstore's option for the URL of the server, which differ by the scheme of the address."""
+"""obstore's option for the server's URL, by the scheme of the address."""
 _SECRETS = {"session_token": "token", "sas_token": "sas_key"}
-"""Names of credentials in obstore, by their names in the job file. A credential that is missing here has the
-same name in both."""
+"""obstore's names of credentials, by their names in the job file.
+
+Other credentials have the same name in both.
+"""
 _ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<\n]*)", re.DOTALL)
 _STATUS = re.compile(r"non-2xx status code: (\d{3}[^:\n]*)")
 _AWAY = re.compile(r"error sending request|body error|non-2xx status code: (429|50[0234])")
@@ -54,13 +58,15 @@ _WORDS = {
     "body error": "the store's answers break off",
     "error sending request": "the store does not answer",
 }
-"""Reasons for failures, keyed by a text that the error contains: a code of the store, the address of a
-cloud's credentials service, or obstore's own words."""
+"""Reasons for failures, by a text that the error contains.
+
+The text is a code of the store, the address of a cloud's credentials service, or obstore's own words.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Properties of an object of a run from a listing."""
+    """An object of a run, as a listing shows it."""
 
     name: str
     """Key of the object below the run's URI."""
@@ -70,9 +76,9 @@ class StoredObject:
 
 
 class RunObjects:
-    """The objects below the URI of a run. Methods may be called from several threads.
+    """The objects below the URI of a run. Thread-safe.
 
-    They raise OSError if a request fails (`as_os_error`).
+    Methods raise OSError if a request fails (`as_os_error`).
     """
 
     def __init__(self, address: StoreAddress, storage: StorageSpec) -> None:
@@ -81,10 +87,10 @@ class RunObjects:
         self._bucket = open_bucket(address, storage)
 
     def create(self, name: str, content: bytes) -> str | None:
-        """Create an object and return its e_tag; None if an object of this name with other content exists.
+        """Create an object and return its ETag; None if an object with other content has this name.
 
-        If an object with the same content exists, the e_tag of that object is returned: an earlier try of
-        this call has created it, and only the store's reply was lost.
+        If the object exists with the same content, an earlier try has created it and only the reply was lost.
+        Then its ETag is returned.
         """
         with self._request(name):
             try:
@@ -93,15 +99,15 @@ class RunObjects:
                 return self._e_tag_if(name, content)
 
     def swap(self, name: str, content: bytes, e_tag: str) -> str | None:
-        """Replace an object if it still has this e_tag; return its new e_tag, or None if it has another one.
+        """Replace an object if it still has this ETag; return its new ETag, or None if it has another one.
 
-        If the object already has the new content, its e_tag is returned: an earlier try of this call has
-        written it, and only the store's reply was lost.
+        If the object already has the new content, an earlier try has written it and only the reply was lost.
+        Then its ETag is returned.
         """
         with self._request(name):
             try:
                 condition: Any = {"e_tag": e_tag}
-                # Google's conditional writes compare the generation of the object, not its e_tag.
+                # Google's conditional writes compare the object's generation instead of its ETag.
                 if self.address.scheme == "gs":
                     metadata = obstore.head(self._bucket, self._key(name))
                     if _tag(metadata) != e_tag:
@@ -112,17 +118,17 @@ class RunObjects:
                 return self._e_tag_if(name, content)
 
     def _e_tag_if(self, name: str, content: bytes) -> str | None:
-        """Return the e_tag of an object if its content equals `content`, otherwise None."""
+        """Return the ETag of an object if it has exactly this content, else None."""
         stored, e_tag = self.read(name) or (None, None)
         return e_tag if stored == content else None
 
     def put(self, name: str, content: bytes | Path) -> str:
-        """Write or replace an object; return its e_tag."""
+        """Write or replace an object; return its ETag."""
         with self._request(name):
             return _tag(obstore.put(self._bucket, self._key(name), content))
 
     def read(self, name: str) -> tuple[bytes, str] | None:
-        """Return an object's content and e_tag; None for a missing object."""
+        """Return an object's content and ETag; None if it is missing."""
 
         def get() -> tuple[bytes, str]:
             answer = obstore.get(self._bucket, self._key(name))
@@ -133,14 +139,14 @@ class RunObjects:
         return None
 
     def look(self, name: str) -> tuple[bytes, bytes]:
-        """Return an object's content and e_tag, both as bytes; empty for a missing object."""
+        """Return an object's content and ETag, both as bytes; both empty if it is missing."""
         content, e_tag = self.read(name) or (b"", "")
         return content, e_tag.encode()
 
     def download(self, name: str, file: Path) -> str:
-        """Write an object's content to a file, piece by piece; return its e_tag.
+        """Write an object's content to a file, piece by piece; return its ETag.
 
-        Raises FileNotFoundError for a missing object.
+        Raises FileNotFoundError if the object is missing.
         """
 
         def fetch() -> str:
@@ -155,10 +161,10 @@ class RunObjects:
 
     def below(self, prefix: str = "") -> list[StoredObject]:
         """Return the objects whose names begin with `prefix`."""
-        # obstore lists only whole directories, so list that of `prefix` and filter by name below.
+        # obstore lists only whole directories, so the names are filtered below.
         directory = prefix.rpartition("/")[0]
         key = self._key(directory) if directory else self.address.key
-        # A listing returns whole keys. The name of an object is the part after the run's own key.
+        # A listing returns whole keys. An object's name is the part after the run's own key.
         begin = len(self.address.key) + 1 if self.address.key else 0
         with self._request(""):
             pages = read_whole(lambda: list(obstore.list(self._bucket, key or None)))
@@ -183,7 +189,7 @@ class RunObjects:
 
     @contextlib.contextmanager
     def _request(self, name: str) -> Iterator[None]:
-        """Raise OSError in place of obstore's errors in the block; errors of local files pass unchanged."""
+        """Convert obstore's errors in the block to OSError; errors of local files pass unchanged."""
         try:
             yield
         except STORE_ERRORS as failure:
@@ -224,7 +230,7 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
     }
     if address.scheme == "s3" and not (storage.anonymous or storage.secrets):
         options |= _aws_credentials()
-    # Even for an anonymous client, obstore looks for credentials before a write, unless it gets a token.
+    # Without a token, obstore looks for credentials before a write, even for an anonymous client.
     if address.scheme == "gs" and storage.anonymous:
         options["credential_provider"] = lambda: {"token": "none", "expires_at": None}
     try:
@@ -234,10 +240,10 @@ def open_bucket(address: StoreAddress, storage: StorageSpec) -> Any:
 
 
 def _aws_credentials() -> dict[str, Any]:
-    """Return the options for credentials that AWS's own tools find: variables, profiles, roles, SSO.
+    """Return options for the credentials that AWS's own tools find: variables, profiles, roles, SSO.
 
-    The options are empty if boto3 is not installed. obstore then finds only variables and roles. Raises
-    JobError if boto3 finds no credentials.
+    Without boto3, there are no options, and obstore finds only variables and roles. Raises JobError if boto3
+    finds no credentials.
     """
     if find_spec("boto3") is None:
         return {}
@@ -256,9 +262,9 @@ def _aws_credentials() -> dict[str, Any]:
 
 
 def e_tag_of(metadata: Mapping[str, Any]) -> str | None:
-    """Return the e_tag in obstore's metadata of an object; None if the store has no e_tags.
+    """Return the ETag in obstore's metadata of an object; None if the store has none.
 
-    The e_tag is in quotes, as conditional writes need it, although Azure's listings omit the quotes.
+    It is in quotes, as conditional writes need it, although Azure's listings omit the quotes.
     """
     e_tag = metadata["e_tag"]
     return f'"{e_tag}"' if e_tag and not e_tag.endswith('"') else e_tag
@@ -269,7 +275,7 @@ def _tag(metadata: Any) -> str:
 
 
 def read_whole(request: Callable[[], Answer]) -> Answer:
-    """Send a read request, and repeat it if its answer breaks off before its end.
+    """Send a read request, and repeat it if the answer breaks off.
 
     obstore itself repeats only requests that are refused or get no answer.
     """
@@ -281,11 +287,11 @@ def _is_truncated(failure: BaseException) -> bool:
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return the reason of a failed request in a few words, because obstore's own text has many lines."""
+    """Return the reason of a failed request in a few words; obstore's own text has many lines."""
     text = str(failure)
     answer = _ANSWER.search(text)
     meaning = next((meaning for words, meaning in _WORDS.items() if words in text), None)
-    if answer:  # The store's error code is added in brackets, so that users can look it up.
+    if answer:  # Users can look up the store's error code, so it is added in brackets.
         return f"{meaning or answer['message'].strip() or answer['code']} ({answer['code']})"
     if meaning:
         return meaning

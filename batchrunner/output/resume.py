@@ -1,4 +1,4 @@
-"""Reads which rows of a run are done, from its parts (Parquet files of results) and journals."""
+"""Reads which rows of a run are done, from its part files (Parquet files of results) and journals."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _COUNTED = ["row", "error"]
 
 @dataclass(slots=True)
 class DoneRows:
-    """The rows with a stored result, as sets of ordinals in the input, and their counts."""
+    """The rows that have a result, as sets of row numbers, and their counts."""
 
     answered: BitMap64 = field(default_factory=BitMap64)
-    """Rows with an answer."""
     failed: BitMap64 = field(default_factory=BitMap64)
-    """Rows with an error, and without an answer in another part file."""
+    """Rows with an error and no answer."""
     counts_of_answered: RowCounts = field(default_factory=RowCounts)
     counts_of_failed: RowCounts = field(default_factory=RowCounts)
 
@@ -44,12 +43,12 @@ class DoneRows:
     def __len__(self) -> int:
         """Return the number of rows with an answer or an error.
 
-        A row that two part files hold counts once.
+        A row in two part files counts once.
         """
         return len(self.answered) + len(self.failed)
 
     def without_failed(self) -> DoneRows:
-        """Return the rows with an answer, and their counts."""
+        """Return only the rows with an answer, and their counts."""
         return DoneRows(answered=self.answered, counts_of_answered=self.counts_of_answered)
 
     def add(self, results: pa.Table) -> None:
@@ -67,9 +66,8 @@ class DoneRows:
         )
 
     def include(self, more: DoneRows) -> None:
-        """Add the rows and counts of `more`. A row with both an answer and an error is answered."""
-        # Both sets change in place. A copy of all rows for each part file would take time that grows with the
-        # product of parts and rows.
+        """Add the rows and counts of `more`. A row with both an answer and an error counts as answered."""
+        # Both sets change in place. Copying all rows for each part file would take quadratic time.
         self.answered |= more.answered
         self.failed -= more.answered
         self.failed |= more.failed - self.answered
@@ -78,9 +76,9 @@ class DoneRows:
 
 
 def read_done(run_dir: RunDir) -> DoneRows:
-    """Return the rows in this task's part files and journals.
+    """Return the rows in this worker's part files (Parquet files of results) and journals.
 
-    Raises ResumeError if a part file is damaged, StorageError if the disk cannot read one.
+    Raises ResumeError if a part file is damaged, and StorageError if the disk cannot read one.
     """
     done = DoneRows()
     # A journal may become a part file at any time. It is read before the part files are listed, so that its
@@ -91,7 +89,7 @@ def read_done(run_dir: RunDir) -> DoneRows:
     for table in journals:
         rows_of_parts = done.rows
         rows = table.column("row").to_pylist()
-        # A row of a journal that has just become a part file is counted only once.
+        # If a journal has just become a part file, its rows count only once.
         not_in_parts = [index for index, row in enumerate(rows) if row not in rows_of_parts]
         if not_in_parts:
             done.add(table.take(arrow_array(not_in_parts, pa.int64())))
@@ -99,7 +97,7 @@ def read_done(run_dir: RunDir) -> DoneRows:
 
 
 def done_by_all(run_dir: RunDir) -> DoneRows:
-    """Return the rows that all tasks of a run together have done.
+    """Return the rows that all workers of a run together have done.
 
     Raises ResumeError if a part file is damaged, StorageError if the disk cannot read one, and OutputError if
     the results cannot be fetched from the run's store.
@@ -112,18 +110,17 @@ def done_by_all(run_dir: RunDir) -> DoneRows:
 
 
 def _read_part(path: Path) -> DoneRows:
-    """Return the done rows of a part file."""
     done = DoneRows()
-    # A part file that was discarded or moved away since the listing counts as empty.
+    # The file may have been deleted or moved since the listing. Then it counts as empty.
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
         done.add(part.read(_COUNTED, use_threads=False))
     return done
 
 
 def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
-    """Yield the columns `row` and `error` of each table in this task's journals.
+    """Yield the columns `row` and `error` of each table in this worker's journals.
 
-    Sorting copies these columns, so that the memory of the other columns can be freed.
+    They are copied, so that the memory of the other columns can be freed.
     """
     for path in run_dir.journals():
         with contextlib.suppress(FileNotFoundError):

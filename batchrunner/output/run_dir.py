@@ -1,4 +1,4 @@
-"""The layout of a run directory. A run in an object store has a working copy on this machine."""
+"""The paths of a run. A run in an object store also has a working copy on this machine."""
 
 from __future__ import annotations
 
@@ -25,44 +25,43 @@ if TYPE_CHECKING:
     from batchrunner.output.objects import RunObjects
 
 LEAST_FREE_BYTES = 16 << 20
-"""Minimum number of free bytes on the disk with which a run may begin."""
+"""Minimum number of free bytes on the disk at the start of a run."""
 ENGINE_STARTING = "engine-starting"
-"""Name of the file in a task directory that exists while the task's engine starts."""
+"""File in a worker's directory that exists while the worker's engine starts."""
 ESTIMATE = "estimate.json"
-"""Name of the file in an output path that `batchrun estimate` writes."""
+"""File that `batchrun estimate` writes in an output path."""
 TUNE = "tune"
-"""Name of the directory in an output path that `batchrun tune` writes to."""
+"""Directory that `batchrun tune` writes in an output path."""
 MAIN_TASK = "main"
-"""Name of the only task of a run that is not shared."""
+"""Name of the only worker of a run that is not shared."""
 _PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
-"""Matches the name of a part (a Parquet file of results); its groups are the task and the number."""
+"""Matches a part file (a Parquet file of results); its groups are the worker's name and the number."""
 _MERGED = re.compile(r"merged/(merged-\d+\.parquet|_SUCCESS)")
 _OURS = re.compile(
     r"parts/(part-.+-\d{6,}\.parquet|\.part-.+\.tmp)|(leases|tasks/[^/]+)/.+"
     r"|run\.json|report\.(json|html)|estimate\.json|events\.jsonl|engine[^/]*\.log"
 )
-"""Matches the names, relative to the run directory, of files that the tasks of a run write."""
+"""Matches the files that a run writes, by their paths relative to the run directory."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
 _RESERVED = re.compile(rf"(parts|leases|tasks|merged|\.input)(/.*)?|{_OURS.pattern}|discarding")
-"""Matches the names, relative to the run directory, that only the run may write: those of its files, and all
-names in its directories."""
+"""Matches the paths that only the run may write: its own files, and everything in its directories."""
 SEGMENT = "turns-"
-"""Prefix of the names of files in a task's directory that hold the model's answers in unfinished rollouts
-(turns.py)."""
+"""Prefix of files in a worker's directory with the answers of unfinished rollouts (turns.py)."""
 PLACE = ".place.json"
-"""Name of the file in a working copy with the URI of its run and the storage options, without secrets."""
+"""File in a working copy with the URI of its run and the storage options, without secrets."""
 RUN_ID = "run_id"
-"""Key in run.json of a run in an object store: the random name by which a working copy recognises its run."""
+"""Key in run.json of a run in an object store: a random name, by which a working copy recognizes its run."""
 
 
 class RunDir:
-    """The paths of a run, as one of its tasks sees them.
+    """The paths of a run, as one of its workers sees them.
 
-    All tasks share `parts`, `leases`, `merged` and run.json. Locks and journals lie in `task_directory`.
+    All workers share `parts`, `leases`, `merged` and run.json. `task_directory` has this worker's lock and
+    journals; a task is one worker's share of the run.
     """
 
     def __init__(self, path: str | Path, task: str = MAIN_TASK, store: Store = LOCAL) -> None:
-        """Name the paths of a run. `path` is its directory on this machine; `store` publishes its files."""
+        """Set the paths of a run. `path` is its directory on this machine; `store` publishes its files."""
         self._path_in_job = str(path)
         self.path = Path(path).expanduser()
         self.task = task
@@ -70,7 +69,7 @@ class RunDir:
         self.tasks = self.path / "tasks"
         self.task_directory = self.tasks / task
         self.owner = f"tasks/{task}/{OWNER}"
-        """Name of the object `owner`, which in an object store names the process that holds the task."""
+        """Object that names the process which holds this worker's lock, if the run is in an object store."""
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"
@@ -80,7 +79,7 @@ class RunDir:
         self.discarding = self.path / "discarding"
         """File that marks a run as being discarded; see `discard.py`."""
         self.log_directory = self.path if task == MAIN_TASK else self.task_directory
-        """Directory of the task's event log, report and engine logs."""
+        """Directory of this worker's event log, report and engine logs."""
         self.report_json = self.log_directory / "report.json"
         self.report_html = self.log_directory / "report.html"
         self.events = self.log_directory / "events.jsonl"
@@ -91,7 +90,7 @@ class RunDir:
         return self.store.uri or (self._path_in_job if is_uri(self._path_in_job) else str(self.path))
 
     def all_tasks(self) -> list[RunDir]:
-        """Return a RunDir for each task that has part files, or files in its directory."""
+        """Return a RunDir for each worker that has part files, or files in its directory."""
         with_files = [path.name for path in self.tasks.glob("*") if not _is_empty(path)]
         in_store = self._published(self.tasks)
         with_parts = [task for task in map(_task_of, self.all_parts()) if task is not None]
@@ -99,19 +98,19 @@ class RunDir:
         return [self.of_task(name) for name in sorted(names)]
 
     def of_task(self, task: str = MAIN_TASK) -> RunDir:
-        """Return this run as another task sees it."""
+        """Return the same run as the worker with this name sees it."""
         return RunDir(self.path, task, self.store)
 
     def other_tasks(self) -> list[RunDir]:
-        """Return a RunDir for each of `all_tasks`, except this RunDir's own task."""
+        """Return a RunDir for each other worker in `all_tasks`."""
         return [run_dir for run_dir in self.all_tasks() if run_dir.task != self.task]
 
     def all_parts(self) -> list[Path]:
-        """Return the part files of all tasks, sorted by task, then by number."""
+        """Return the part files of all workers, sorted by worker, then by number."""
         return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
 
     def bring_results(self) -> None:
-        """Fetch the current results of all tasks from the run's store.
+        """Fetch the current results of all workers from the run's store.
 
         Raises OutputError or StoreAwayError if that fails.
         """
@@ -119,18 +118,18 @@ class RunDir:
             self.store.bring_results()
 
     def _published(self, directory: Path) -> list[str]:
-        """Return the names below a directory in the object store; none for a run on a file system."""
+        """Return the names below a directory in the object store; [] for a run on a file system."""
         if not self.store.uri:
             return []
         with using_run(self.name):
             return self.store.names(directory)
 
     def part(self, number: int) -> Path:
-        """Return the path of this task's part file with this number."""
+        """Return the path of this worker's part file with this number."""
         return self.parts / f"part-{self.task}-{number:06d}.parquet"
 
     def owns(self, path: Path) -> bool:
-        """Tell whether a path has the name of a file of the run, or lies in one of the run's directories.
+        """Tell whether a path belongs to the run: a file that it writes, or anything in its directories.
 
         Users may keep other files in the directory of a run.
         """
@@ -140,20 +139,20 @@ class RunDir:
         return _RESERVED.fullmatch(path.relative_to(directory).as_posix()) is not None
 
     def own_parts(self) -> list[Path]:
-        """Return the part files of this task, oldest first."""
+        """Return the part files of this worker, oldest first."""
         parts = self.parts.glob(f"part-{self.task}-*.parquet")
         return sorted(part for part in parts if _task_of(part) == self.task)
 
     def next_number(self) -> int:
-        """Return the number of this task's next part file."""
+        """Return the number of this worker's next part file."""
         return 1 + max(map(number_of, self.own_parts()), default=-1)
 
     def journal(self, number: int, token: str) -> Path:
-        """Return the path of the journal for part file `number`; `token` is the token of the task's lock."""
+        """Return the path of the journal for part file `number`; `token` is the process's random name."""
         return self.task_directory / f"journal-{number:06d}-{token}"
 
     def journals(self, last: str | None = None) -> list[Path]:
-        """Return the journals of this task, oldest first; see `Store.journals` for `last`."""
+        """Return the journals of this worker, oldest first; `last` is explained in `Store.journals`."""
         with using_run(self.name):
             return self.store.journals(self.task_directory, last)
 
@@ -174,20 +173,20 @@ class RunDir:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise OutputError(f"output.path {self.path}: {existing} is not writable")
         disk = shutil.disk_usage(existing)
-        # A file system without a size, such as /proc, reports a total of 0.
+        # A file system without a size, such as /proc, has a total of 0.
         if disk.total and disk.free < LEAST_FREE_BYTES:
             raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
 
     def discard_merged(self) -> None:
         """Delete the merged dataset, because it would lack the rows that are about to be added."""
         for file in self.merged.glob("merged-*.parquet"):
-            file.unlink(missing_ok=True)  # Another task may be deleting the same files.
+            file.unlink(missing_ok=True)  # Another process may be deleting the same files.
         with contextlib.suppress(OSError):
             self.merged.rmdir()
         self.store.clear(_MERGED)
 
     def is_being_discarded(self) -> bool:
-        """Whether a start with `--fresh` is deleting this run, or died before it had deleted all files.
+        """Tell whether a `--fresh` start is deleting this run, or died before it had deleted all files.
 
         Raises OutputError or StoreAwayError if the run's store does not answer.
         """
@@ -197,25 +196,24 @@ class RunDir:
     def discard(self, *, before_each: Callable[[], object]) -> None:
         """Delete the files that earlier attempts wrote, and no others.
 
-        The files of this attempt stay: its lock, its sorted copy of the input and the log of its engine.
-        `before_each` is called before each deletion, and may raise to stop.
+        This attempt's lock, sorted input and engine log stay. `before_each` is called before each deletion,
+        and may raise an exception to stop.
         """
         before_each()
-        # Without run.json, no reader takes the remaining files for a run.
+        # Without run.json, readers do not take the remaining files for a run.
         self.run_json.unlink(missing_ok=True)
         self.discard_merged()
-        # In reversed order, the files of a directory come before the directory.
+        # In reverse order, files come before their directory.
         for path in sorted(self.path.rglob("*"), reverse=True):
             before_each()
             name = path.relative_to(self.path).as_posix()
             if self.task_directory in path.parents:
-                # Journals and segments are from earlier attempts. The other files here belong to this
-                # attempt.
+                # These files are from earlier attempts. All others here belong to this attempt.
                 if path.name.startswith(("journal-", SEGMENT)):
                     path.unlink(missing_ok=True)
             elif path.is_dir():
                 if _DIRECTORIES.fullmatch(name):
-                    with contextlib.suppress(OSError):  # A directory with files of a user is kept.
+                    with contextlib.suppress(OSError):  # A directory with a user's files is kept.
                         path.rmdir()
             elif path.parent == self.log_directory and path.suffix == ".log":
                 continue  # The engine of this attempt may be writing this log.
@@ -232,7 +230,7 @@ def number_of(path: Path) -> int:
 
 
 def _task_of(part: Path) -> str | None:
-    """Return the task in the name of a part file; None for another file."""
+    """Return the worker's name in the name of a part file; None for another file."""
     name = _PART.fullmatch(part.name)
     return name[1] if name else None
 
@@ -244,26 +242,28 @@ def _is_empty(directory: Path) -> bool:
 
 
 def open_run(path: str | Path, task: str = MAIN_TASK, storage: StorageSpec | None = None) -> RunDir:
-    """Return the run directory to which a task of a job writes.
+    """Return the run directory for writing.
 
-    The working copy of a run in an object store is updated, unless another process on this machine is using
-    it. Raises OutputError or StoreAwayError for a store that cannot be used, JobError for a wrong `storage`.
+    For a run in an object store, the working copy is updated, unless another process on this machine is using
+    it. Raises OutputError or StoreAwayError for a store that cannot be used, and JobError for a wrong
+    `storage`.
     """
     if task.startswith("join-"):
-        # Workers with --join may start often, so they fetch little now, and results only when they need them.
+        # Workers with --join may start often, so they fetch little now. Results are fetched when they are
+        # needed.
         pattern = r"run\.json|events\.jsonl|tasks/main/.*|tasks/[^/]+/events\.jsonl"
     else:
-        # Fetch all objects except leases and the engine logs of other tasks.
+        # Fetch everything except leases and the engine logs of other workers.
         pattern = rf"(?!leases/)(?!tasks/(?!{re.escape(task)}/)[^/]+/[^/]+\.log).*"
     return _with_copy(str(path), storage or StorageSpec(), task=task, pattern=pattern)
 
 
 def look_at_run(run: str | Path | RunDir, storage: StorageSpec | None = None) -> RunDir:
-    """Return the run directory of a run for reading.
+    """Return the run directory for reading.
 
-    For a run in an object store, the files are copied to a directory that no task writes to. Without
-    `storage`, the storage options are those with which this machine last reached the run. Raises OutputError
-    or StoreAwayError for a store that cannot be used, JobError for a wrong `storage`.
+    For a run in an object store, the files are copied to a directory that no worker writes to. Without
+    `storage`, the options with which this machine last reached the run are used. Raises OutputError or
+    StoreAwayError for a store that cannot be used, and JobError for a wrong `storage`.
     """
     if isinstance(run, RunDir):
         return run
@@ -285,16 +285,16 @@ def _with_copy(
 ) -> RunDir:
     """Return the RunDir of a run. If it is in an object store, fetch the files whose names match `pattern`.
 
-    A task keeps its working copy for later attempts. With `is_read_only`, the run gets a separate copy.
+    The working copy is kept for later attempts. With `is_read_only`, the run gets a separate copy.
     """
     address = store_address(path)
-    if address is None:  # A run on a file system has no copy.
+    if address is None:  # A run on a file system needs no copy.
         return RunDir(path, task)
     storage = storage or _last_storage(address)
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - an extra
 
-    # Two stores with different endpoints may have buckets of the same name.
+    # Stores with different endpoints may have buckets of the same name.
     identity = f"{address} {endpoint_of(address, storage) or ''}"
     name = f"{address.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     copies = cache_directory() / "runs" / name
@@ -306,10 +306,11 @@ def _with_copy(
         holder = parse_holder(objects.look(run_dir.owner)[0])
         is_in_use = holder is not None and holder.is_dead(this_process()) is False
         if is_in_use and not is_read_only:
-            # A live process on this machine, perhaps this process, writes to the working copy. So the copy
-            # must not be deleted or overwritten, and it is newer than the objects in the store.
+            # A process on this machine, perhaps this one, is writing to the working copy. The copy is newer
+            # than the store, and must not be changed.
             return run_dir
-        if _is_outdated(run_dir, objects):  # The copy is of an older run that was deleted from the store.
+        # The copy belongs to an older run that was deleted from the store.
+        if _is_outdated(run_dir, objects):
             shutil.rmtree(root)
         make_directory(root)
         place = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
@@ -319,11 +320,11 @@ def _with_copy(
 
 
 def _is_outdated(run_dir: RunDir, objects: RunObjects) -> bool:
-    """Return whether the run of a local copy was deleted from the store, or replaced by a new run."""
-    # Read the local run.json before the object. A new run writes the object first, so in this order the local
-    # file is never newer than the object.
+    """Tell whether the run of a local copy was deleted from the store, or replaced by a new run."""
+    # The local file is read before the object. A new run writes the object first, so in this order the local
+    # file is never the newer one.
     copied = read_json(run_dir.run_json)
     if not copied:
         return False
-    # The run ID is a long random text, so it is enough to look for it in the unparsed JSON.
+    # The run ID is a long random text, so searching the unparsed JSON is enough.
     return str(copied.get(RUN_ID)).encode() not in objects.look("run.json")[0]

@@ -1,4 +1,4 @@
-"""run.json of a run: its job, and the fingerprint by which a later attempt recognises the run."""
+"""The file run.json: a run's job, and a fingerprint by which a later attempt recognizes the run."""
 
 import logging
 import re
@@ -25,26 +25,28 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join: delete the directory)"
-"""How to discard a run, in words for error messages."""
+"""How to discard a run, for error messages."""
 CODE = "code_of_functions"
-"""Key in run.json for the digests of the code of each Python function. A function whose code changed between
-starts has several digests, the newest last."""
+"""Key in run.json for the digests of the code of Python functions.
+
+A function whose code changed between starts has several digests, the newest last.
+"""
 _KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
-"""Matches names of engine arguments whose values may be secret: `admin-api-key`, but not `tokenizer-path`."""
+"""Matches engine arguments whose values may be secret, such as `admin-api-key` but not `tokenizer-path`."""
 _LONGEST_VALUE = 60
-"""Maximum number of characters of a value in an error message."""
+"""Maximum length in characters of a value in an error message."""
 
 _OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding")
 
 
 def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
-    """Return the properties of a job that must be the same in all attempts at its run.
+    """Return the properties of a job that must not change between attempts.
 
-    `files` describes the input files in their order, each with path, rows, digest and size. If `model` is
-    empty, the models of two attempts are not compared.
+    `files` has path, rows, digest and size of each input file, in order. If `model` is empty, models are not
+    compared.
     """
-    # Fields of the job that only its task has, such as `output.dimensions` of `embed`.
+    # Fields that only this task has, such as `output.dimensions` of `embed`.
     fields = () if job.task == GENERATE else TASKS[job.task].takes
     return {
         "files": files,
@@ -61,9 +63,9 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
 
 
 def _conditions(job: Job) -> dict[str, Any]:
-    """Return the settings that decide which answers are accepted. They must not change between starts.
+    """Return the settings that decide whether an answer is accepted. They must not change between starts.
 
-    `accept.tries` is not among them.
+    `accept.tries` may change, so it is not among them.
     """
     accept = job.accept
     conditions = {
@@ -73,21 +75,21 @@ def _conditions(job: Job) -> dict[str, Any]:
         "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
     }
-    # The default is left out, so that a run from before this field existed can be resumed.
+    # The default is left out. Then runs that are older than this field can be resumed.
     if job.on_repetition != "keep":
         conditions["on_repetition"] = job.on_repetition
     return conditions
 
 
 def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | Path) -> None:
-    """Raise ResumeError if two fingerprints belong to different runs. The message names the difference.
+    """Raise ResumeError, which names the difference, if two fingerprints belong to different runs.
 
     `old` is the fingerprint of the results at `where`, and `new` that of this attempt. Three differences are
-    allowed: `input.limit` may grow, files may be added after the old files, and rows may be appended to the
-    last of the old files. The models are compared only if `new` has a model.
+    allowed: a higher `input.limit`, additional files after the old ones, and rows appended to the last old
+    file. Models are compared only if `new` has one.
     """
     difference = _files_difference(old["files"], new["files"])
-    old_limit = old["limit"] or sys.maxsize  # A run without a limit had the highest possible limit.
+    old_limit = old["limit"] or sys.maxsize  # No limit counts as the highest possible limit.
     if difference is None and new["limit"] is not None and new["limit"] < old_limit:
         difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
     may_differ = {"files", "limit"} if new["model"] else {"files", "limit", "model"}
@@ -103,20 +105,20 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | 
 
 
 def known_fields(fingerprint_of_run: Mapping[str, Any]) -> list[str] | None:
-    """Return the columns of `prompt.fields` in the order that a run uses; None if there are none."""
+    """Return the columns of `prompt.fields` in the order that a run uses; None if it has none."""
     fields = fingerprint_of_run["prompt"].get("fields")
     return fields["columns"] if isinstance(fields, dict) else None
 
 
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
-    """Describe a change of the input files that changes rows of the run; None without such a change."""
+    """Describe a change of the input files that changes rows of the run; None if there is none."""
     if len(new) < len(old):
         return f"the input has {len(new)} files now, but had {len(old)}"
     old_digests, new_digests = ({file["digest"] for file in files} for files in (old, new))
     for before, after in zip(old, new, strict=False):
-        # `grown_from` is the digest that a file had before rows were appended to it.
+        # `grown_from` is the digest of a file before rows were appended to it.
         if before["digest"] not in {after["digest"], after.get("grown_from")}:
-            # The old file is unchanged, but a new file in front of it has moved it to another position.
+            # The old file still exists, but a new file was added before it.
             if after["digest"] not in old_digests and before["digest"] in new_digests:
                 return (
                     f"the new input file {after['path']} sorts before {before['path']}: "
@@ -136,13 +138,13 @@ def describe_difference(name: str, before: Any, after: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """Return a value for an error message, shortened to _LONGEST_VALUE characters."""
+    """Return a value as a text of at most _LONGEST_VALUE characters, for an error message."""
     text = "unset" if value is None else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
 def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the content of run.json; None if the file is missing. Raises ResumeError if it is damaged."""
+    """Return the content of run.json; None if it is missing. Raises ResumeError if it is damaged."""
     try:
         content = orjson.loads(run_dir.run_json.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -160,7 +162,7 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def require_run_json(run_dir: RunDir) -> dict[str, Any]:
-    """Return the content of run.json. Raises OutputError if the file is missing, ResumeError if damaged."""
+    """Return the content of run.json. Raises OutputError if it is missing, ResumeError if it is damaged."""
     content = read_run_json(run_dir)
     if content is None and run_dir.is_being_discarded():
         raise OutputError(
@@ -178,7 +180,7 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
 def write_run_json(run_dir: RunDir, job: Job, code_digests: Mapping[str, str], **values: Any) -> None:
     """Write run.json with the job and these values: `fingerprint`, `rows_total`, `engine` and `versions`.
 
-    `code_digests` has the code digest of each Python function of this attempt. Raises StorageError if the
+    `code_digests` has the digest of each Python function's code in this attempt. Raises StorageError if the
     file cannot be written.
     """
     content = {
@@ -193,10 +195,9 @@ def write_run_json(run_dir: RunDir, job: Job, code_digests: Mapping[str, str], *
 
 
 def code_versions(content: Mapping[str, Any] | None, code_digests: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the value of CODE for run.json: the code digests of each Python function, the newest last.
+    """Return the digests of each Python function's code, the newest last. Log a warning for changed code.
 
-    `content` is the present content of run.json, and `code_digests` has the digests of this attempt. Log a
-    warning for each function whose code has changed since the last attempt.
+    `content` is the present content of run.json, and `code_digests` has the digests of this attempt.
     """
     versions: dict[str, list[str]] = {**(content or {}).get(CODE, {})}
     for where, digest in code_digests.items():
@@ -217,10 +218,10 @@ def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
 
 
 def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
-    """Return the run ID. The first task that writes run.json chooses this random name for all tasks."""
+    """Return the run ID, a random name. The worker that creates run.json chooses it for all workers."""
     content = {**content, RUN_ID: secrets.token_hex(8)}
     published = _newest(run_dir)
-    # If several tasks create run.json at the same time, only one succeeds, and all use the ID that it chose.
+    # If several workers create run.json at once, only one succeeds. All use the ID that it chose.
     if published is None:
         with writing(run_dir.run_json):
             create_file(run_dir.run_json, orjson.dumps(content), run_dir.task, run_dir.store.add)
@@ -229,7 +230,7 @@ def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a directory is the output path of a run, even if the run has just begun and has no run.json."""
+    """Tell whether a directory is the output path of a run, even of one that has just begun."""
     return read_json(directory / "run.json").keys() >= _KEYS or any(directory.glob(f"tasks/*/{OWNER}"))
 
 
@@ -238,8 +239,8 @@ def raise_total(
 ) -> None:
     """Increase the number of rows in run.json, so that `merge` and `status` expect the new rows at once.
 
-    `new` is the fingerprint with the longer input. `code_digests` has the code digest of each Python function
-    of this attempt. A missing run.json is not created, because the first attempt that sends rows does that.
+    `new` is the fingerprint with the longer input. `code_digests` has the digest of each Python function's
+    code in this attempt. A missing run.json is not created: the first attempt that sends rows does that.
     Raises StorageError if run.json cannot be written, ResumeError if it is damaged.
     """
     if (content := _newest(run_dir)) is not None:
@@ -249,7 +250,7 @@ def raise_total(
 
 
 def write_limits(run_dir: RunDir, job: Job) -> None:
-    """Write the `limits` of a job into run.json if they have changed.
+    """Write the job's `limits` into run.json if they have changed.
 
     Raises StorageError if run.json cannot be written, ResumeError if it is damaged.
     """
@@ -260,14 +261,17 @@ def write_limits(run_dir: RunDir, job: Job) -> None:
 
 
 def _newest(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the newest content of run.json, which another task may have written; None if it is missing."""
+    """Return the present content of run.json, which another worker may have written.
+
+    None if it is missing.
+    """
     with writing(run_dir.run_json):
         run_dir.store.bring(run_dir.run_json, again=True)
     return read_run_json(run_dir)
 
 
 def without_secrets(job: Job) -> dict[str, Any]:
-    """Return the job for run.json, with `***` for possible secrets and for all values of `engine.env`."""
+    """Return the job for run.json, with `***` for values that may be secret and for all of `engine.env`."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args"):
         values = spec["engine"].get(section, {})

@@ -1,4 +1,4 @@
-"""Samples: the state of a run at one moment, for displays and as the event `sample` of the event log."""
+"""Samples: the state of a run at one moment, for displays and as `sample` events in the event log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from batchrunner.core.engine_info import SchedulerLoad
 
 
 class SchedulerSample(msgspec.Struct, kw_only=True):
-    """Load of one scheduler: the fields of `SchedulerLoad`, and fields of this runner from `window` on."""
+    """Load of one scheduler (a data-parallel rank of a server).
+
+    The fields before `window` are those of `SchedulerLoad`.
+    """
 
     scheduler: str
     running: int
@@ -34,10 +37,12 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
     corner: str | UnsetType = UNSET
     """Load state of the scheduler, a value of `Corner`; unset until a state has lasted for 5 s."""
     output_tokens_per_s: float | UnsetType = UNSET
-    """Output tokens per second of the scheduler; unset if several schedulers share the route."""
+    """Output tokens per second; unset if several schedulers share the server's URL."""
     retractions: int | UnsetType = UNSET
-    """Number of requests that the scheduler retracted during the run; unset if several schedulers share the
-    route."""
+    """Number of requests that the scheduler retracted during the run.
+
+    Unset if several share the server's URL.
+    """
 
     @classmethod
     def of(cls, load: SchedulerLoad) -> SchedulerSample:
@@ -46,59 +51,59 @@ class SchedulerSample(msgspec.Struct, kw_only=True):
 
 
 class RolloutSample(msgspec.Struct, kw_only=True):
-    """State of the multi-turn rollouts of a run."""
+    """State of a run's multi-turn rollouts."""
 
     open: int
-    """Number of open rows: their rollout function has begun and not ended."""
+    """Number of rows whose rollout function has begun and not ended."""
     waiting_for_tools: int
-    """Number of open rows without a request in flight, whose function runs its own code, such as a tool."""
+    """Number of unfinished rows that run their own code, such as a tool, without a request in flight."""
     blocked: int
-    """Number of open rows that cannot go on because the function of another row blocks their process."""
+    """Number of unfinished rows that cannot continue because another row's function blocks their process."""
     turns: int
     """Number of answers that the rollouts have received."""
 
 
 class BackgroundSample(msgspec.Struct, kw_only=True):
-    """Shares of the engine's time in a background run."""
+    """How a background run and the engine's other users share the engine's time."""
 
     our_share: float
-    """Fraction of its time, from 0 to 1, in which the engine worked for this run."""
+    """Fraction of its time, from 0 to 1, that the engine worked for this run."""
     users_share: float
-    """Fraction of its time, from 0 to 1, in which the engine worked for its users."""
+    """Fraction of its time, from 0 to 1, that the engine worked for other users."""
     rows_given_back: int
-    """Number of rows that were preempted, so that requests of the users could run."""
+    """Number of rows that were preempted so that requests of other users could run."""
     tokens_lost: int
-    """Output tokens that preempted rows had generated, and that must be generated again."""
+    """Output tokens of preempted rows, which must be generated again."""
 
 
 class RunSample(msgspec.Struct, kw_only=True):
-    """The state of a run: its rows, its rates per second, and the load of its engine."""
+    """State of a run: its rows, its rates per second, and the load of its engine."""
 
     rows_total: int
     """Number of rows of the run, including those that earlier attempts finished; 0 if unknown."""
     rows_done: int
     """Number of finished rows, including those of earlier attempts."""
     rows_failed: int
-    """Number of rows in `rows_done` that ended with an error."""
+    """Number of finished rows that ended with an error."""
     rows_reused: int
-    """Number of rows in `rows_done` that have the answer of another run."""
+    """Number of finished rows that reuse the answer of another run."""
     rows_per_s: float
     time_left_s: float | None
-    """Estimated seconds to the end; None while unknown."""
+    """Estimated seconds until the run ends; None if unknown."""
     stopping: bool
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     cached_tokens_per_s: float
     output_tokens: int
-    """Output tokens of this attempt."""
+    """Output tokens generated in this attempt."""
     prompt_tokens: int
-    """Prompt tokens of this attempt."""
+    """Prompt tokens in this attempt."""
     cached_tokens: int
-    """Prompt tokens of this attempt that came from the prefix cache."""
+    """Prompt tokens in this attempt that came from the prefix cache."""
     tokens: int = 0
-    """Prompt and output tokens of all finished rows, with those of earlier attempts."""
+    """Prompt and output tokens of all finished rows, including those of earlier attempts."""
     window: int
-    """Maximum number of requests in flight, summed over routes."""
+    """Maximum number of requests in flight, over all replicas."""
     in_flight: int
     resting: int
     """Number of rows that wait for a retry after a failed attempt."""
@@ -108,7 +113,7 @@ class RunSample(msgspec.Struct, kw_only=True):
     signals: list[SchedulerSample]
     """Newest load sample of each scheduler; empty if the load is unknown."""
     bands: dict[str, tuple[int, int]]
-    """Range of healthy numbers of queued requests (minimum and maximum), by scheduler."""
+    """Healthy number of queued requests (minimum and maximum) of each scheduler."""
     task: str
     simulated: bool
     rollouts: RolloutSample | UnsetType = UNSET
@@ -116,12 +121,11 @@ class RunSample(msgspec.Struct, kw_only=True):
 
 
 class LoggedSample(RunSample, kw_only=True):
-    """A `sample` event of the event log."""
+    """A `sample` event in the event log."""
 
     time: float
-    """Seconds since the epoch."""
+    """Seconds since the Unix epoch."""
     elapsed_s: float
-    """Seconds since the attempt began."""
     event: str = "sample"
 
 
@@ -132,7 +136,7 @@ _sample_in: Callable[[Mapping[str, Any]], LoggedSample] = functools.partial(
 
 
 def sample_of(event: Mapping[str, Any]) -> LoggedSample | None:
-    """Return the sample in an event of the event log; None for another event, or for a damaged sample."""
+    """Return the sample in an event; None if the event is not a sample, or if the sample is damaged."""
     if event["event"] != "sample":
         return None
     try:

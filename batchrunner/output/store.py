@@ -1,11 +1,10 @@
 """The store in which the files of a run are published: a file system, or an object store.
 
-All paths lie in the run's directory on this machine. Every method blocks. A method may raise OSError, and may
+All paths are in the run's directory on this machine. Every method blocks. A method may raise OSError, and may
 be called again after that.
 
-There are two classes because the stores offer different operations. A file system has links and renames, but
-no conditional writes, and its files need no working copy. An object store has conditional writes, but no
-renames and no appending.
+The two classes differ because the stores do. A file system has links and renames, but no conditional writes,
+and its files need no working copy. An object store has conditional writes, but no renames and no appending.
 """
 
 from __future__ import annotations
@@ -33,17 +32,20 @@ if TYPE_CHECKING:
 TRANSFERS = 8
 """Maximum number of objects that are fetched at the same time."""
 INDEX = ".store.json"
-"""Name of the file in a working copy that lists the e_tag of each object which was fetched or published."""
+"""File in a working copy with the ETag of each object that was fetched or published."""
 _NOT_COPIED = re.compile(r"merged/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|report\.html|probe-.*")
-"""Matches the names of objects that no working copy needs: merged results, results of `batchrun tune`, the
-names of lock holders (`owner`), hidden files, the HTML report, and probes of `check_sharing`."""
+"""Matches objects that no working copy needs.
+
+They are merged results, results of `batchrun tune`, the names of lock holders (`owner`), hidden files, the
+HTML report, and probes of `check_sharing`.
+"""
 
 
 class Store:
-    """Publishes the files of a run on a file system of this machine, local or mounted, by links and renames.
+    """Publishes the files of a run on a local or mounted file system, by links and renames.
 
     The argument `temporary` of a method is always a complete and synced file. The caller deletes it after the
-    call, if it still exists.
+    call if it still exists.
     """
 
     objects: RunObjects | None = None
@@ -51,11 +53,10 @@ class Store:
     uri = ""
     """URI of the run; "" for a run on a file system."""
     input_place: Path | None = None
-    """The run's place in the store as `bucket/key`, which is also the form of input paths in a store; None
-    for a run on a file system."""
+    """`bucket/key` of a run in an object store, in the form of input paths; None on a file system."""
 
     def check_sharing(self) -> None:
-        """Raise JobError if several tasks cannot share a run in this store. Leave nothing behind."""
+        """Raise JobError if several workers cannot share a run in this store. Leave nothing behind."""
 
     def names(self, directory: Path) -> list[str]:
         """Return the sorted names of the files in a directory that all workers share; [] if it is missing."""
@@ -64,50 +65,49 @@ class Store:
         return []
 
     def exists(self, path: Path) -> bool:
-        """Whether any process has published this file."""
+        """Tell whether any process has published this file."""
         return path.exists()
 
     def bring(self, path: Path, *, again: bool = False) -> None:
-        """Fetch a published file if this machine lacks it, or with `again` in any case.
+        """Fetch a published file if this machine lacks it; with `again`, in any case.
 
-        If nobody has published the file, do nothing.
+        If nobody has published the file, nothing happens.
         """
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Fetch the current run.json, and the current parts (Parquet files of results) of these tasks.
+        """Fetch the current run.json, and the part files of these workers (default: all).
 
-        By default, fetch the part files of all tasks.
+        A part file is a Parquet file of results.
         """
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:  # noqa: ARG002 - of a store
-        """Return the journals of a task on this machine, oldest first.
+        """Return the journals of a worker on this machine, oldest first.
 
-        In an object store, return only the journals of the task's last holder, whose token is `last`
-        (default: the token in `owner`). Journals of earlier holders are outdated, because their rows were
-        done again.
+        In an object store, only the journals of the worker's last process are returned. `last` is its token
+        (default: the token in `owner`). Rows in journals of earlier processes were computed again.
         """
         return sorted(task_directory.glob("journal-*"))
 
     def add(self, temporary: Path, path: Path) -> None:
-        """Publish a file under a new name that only this task uses.
+        """Publish a file under a new name that only this worker uses.
 
-        Raises FileExistsError if a file of this name exists.
+        Raises FileExistsError if the name is taken.
         """
         link_part(temporary, path)
 
     def claim(self, temporary: Path, path: Path) -> None:
-        """Publish a file under a new name for which several tasks may compete.
+        """Publish a file under a new name for which several workers may compete.
 
-        Raises FileExistsError if a file of this name exists, so that exactly one task succeeds.
+        One of them succeeds. Raises FileExistsError for all others.
         """
         link_new(temporary, path)
 
     def replace(self, temporary: Path, path: Path) -> None:
-        """Publish a file under a name, in place of any file that has this name."""
+        """Publish a file under a name, and replace any file with this name."""
         temporary.replace(path)
 
     def mark(self, path: Path) -> None:
-        """Create an empty file, such as a beacon, that tells something by its name alone.
+        """Create an empty file, such as a beacon, whose name alone has a meaning.
 
         No other process creates a file of this name.
         """
@@ -124,9 +124,9 @@ class Store:
         """Publish the current content of a file; replace its earlier content."""
 
     def publish_directory(self, directory: Path) -> None:
-        """Publish the files of a directory in place of all files that were published there before.
+        """Publish the files of a directory, and replace all files that were published there before.
 
-        The object `_SUCCESS` is written last. It tells readers that the directory is complete.
+        The object `_SUCCESS` is written last, to tell readers that the directory is complete.
         """
 
     def remove(self, path: Path) -> None:
@@ -136,40 +136,40 @@ class Store:
     def clear(self, names: re.Pattern[str]) -> None:
         """Delete the objects whose names, relative to the run's URI, match `names`.
 
-        On a file system do nothing, because the caller deletes local files itself.
+        On a file system nothing happens, because the caller deletes local files itself.
         """
 
     def discard_copy(self, task: str) -> None:
-        """Delete the working copy of a task that will never run again, with its journals."""
+        """Delete the working copy, with its journals, of a worker that will never run again."""
 
 
 LOCAL = Store()
 
 
 class ObjectStore(Store):
-    """The files of a run as objects below its URI. Methods may be called from several threads.
+    """The files of a run as objects below its URI. Thread-safe.
 
-    Each file is published by one request. Journals are not published. Instead, part files are published
+    Each file is published by one request. Journals are not published; instead, part files are published
     often. The working copy on this machine has the files that were fetched or published.
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:
-        """Use `root` as the working copy of one task; it need not exist yet.
+        """Use `root` as the working copy of one worker; it need not exist yet.
 
-        `copies` is the directory with the working copies of all tasks on this machine.
+        `copies` is the directory with the working copies of all workers on this machine.
         """
         self.objects: RunObjects = objects
         self.uri = str(objects.address)
-        # Paths of input files in a store have this form, too, so that both can be compared.
+        # This is the form of input paths in a store, so that both can be compared.
         self.input_place = Path(objects.address.bucket, objects.address.key)
         self._root = root
         self._copies = copies
         self._e_tags: dict[str, str] = read_json(root / INDEX)
-        """e_tags of the objects that are equal to their files in the working copy, by object name."""
+        """ETags of the objects whose content equals the file in the working copy, by object name."""
         self._lock = threading.Lock()
 
     def check_sharing(self) -> None:
-        """Raise JobError if the store ignores the conditions of writes, which keep two tasks apart.
+        """Raise JobError if the store ignores conditions of writes, which keep two workers apart.
 
         The writes are tried on a probe object, which is deleted.
         """
@@ -178,7 +178,7 @@ class ObjectStore(Store):
             has_conditions = (
                 self.objects.create(name, b"1") is not None
                 and self.objects.create(name, b"2") is None
-                and self.objects.swap(name, b"3", '"0"') is None  # The object has another e_tag.
+                and self.objects.swap(name, b"3", '"0"') is None  # The object has another ETag.
             )
             self.objects.delete([name])
         if not has_conditions:
@@ -194,11 +194,11 @@ class ObjectStore(Store):
         return sorted({obj.name.removeprefix(prefix).partition("/")[0] for obj in objects})
 
     def exists(self, path: Path) -> bool:
-        """Return whether the object exists, by reading it."""
+        """Tell whether the object exists, by reading it."""
         return self.objects.read(self._name(path)) is not None
 
     def bring(self, path: Path, *, again: bool = False) -> None:
-        """Fetch the object if the file is missing here, or always with `again`."""
+        """Fetch the object if the file is missing here; with `again`, in any case."""
         if again or not path.exists():
             self._fetch(self._name(path))
 
@@ -208,24 +208,23 @@ class ObjectStore(Store):
         self.bring_all(re.compile(rf"run\.json|parts/part-{task}-\d+\.parquet"))
 
     def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:
-        """Return the journals on this machine that the last holder of a task has written, oldest first.
+        """Return the journals on this machine that a worker's last process has written, oldest first.
 
-        A journal is never in the store, only in the working copy of its task. `last` is the token of the last
-        holder; by default it is read from the store.
+        A journal is never in the store, only in a working copy. `last` is the token of the last process; by
+        default it is read from the store.
         """
         task = task_directory.name
         journals = sorted((self._copies / task / "tasks" / task).glob("journal-*"))
         if journals and last is None:
             holder = parse_holder(self.objects.look(f"tasks/{task}/{OWNER}")[0])
             last = holder.token if holder else None
-        # The name of a journal ends with the token of its holder.
+        # The name of a journal ends with the token of its process.
         return [path for path in journals if path.name.endswith(f"-{last}")]
 
     def bring_all(self, pattern: re.Pattern[str]) -> None:
         """Make the local files whose names match `pattern` equal to their objects in the store.
 
-        Fetch objects that have changed since this machine published or fetched them, and delete files whose
-        objects were deleted.
+        Objects that have changed are fetched, and files whose objects were deleted are deleted.
         """
         objects = [obj for obj in self.objects.below() if _is_copied(obj.name, pattern)]
         names_in_store = {obj.name for obj in objects}
@@ -235,7 +234,7 @@ class ObjectStore(Store):
                 del self._e_tags[name]
         outdated = []
         for obj in objects:
-            # `_e_tags` has the e_tag that the object had when it was equal to the local file.
+            # The local file is up to date if its recorded ETag is that of the object.
             is_current = self._e_tags.get(obj.name) == obj.e_tag and (self._root / obj.name).exists()
             if not is_current:
                 outdated.append(obj.name)
@@ -253,8 +252,8 @@ class ObjectStore(Store):
     def add(self, temporary: Path, path: Path) -> None:
         """Create the object, then the local file.
 
-        If the object exists already, fetch it into the working copy, where the caller can read it, and raise
-        FileExistsError.
+        If the object exists already, it is fetched into the working copy, where the caller can read it. Then
+        FileExistsError is raised.
         """
         name = self._name(path)
         e_tag = self.objects.create(name, temporary.read_bytes())
@@ -264,7 +263,7 @@ class ObjectStore(Store):
         temporary.replace(path)
         self._note(name, e_tag)
 
-    # An object store creates an object for only one of several competing tasks, as `claim` demands.
+    # Creating an object succeeds for only one of several competing workers, as `claim` requires.
     claim = add
 
     def replace(self, temporary: Path, path: Path) -> None:
@@ -289,7 +288,7 @@ class ObjectStore(Store):
     def publish_directory(self, directory: Path) -> None:
         """Delete `_SUCCESS`, write the new objects, delete outdated objects, and write `_SUCCESS` again.
 
-        Readers take the directory for complete while the object `_SUCCESS` exists.
+        For readers, the directory is complete while the object `_SUCCESS` exists.
         """
         prefix = f"{self._name(directory)}/"
         mark = f"{prefix}_SUCCESS"
@@ -307,14 +306,14 @@ class ObjectStore(Store):
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
-        """Delete the objects whose names match, except the locks of tasks."""
+        """Delete the objects whose names match, except the locks of workers."""
         matching = (obj.name for obj in self.objects.below() if names.fullmatch(obj.name))
         self._delete([name for name in matching if not name.endswith(f"/{OWNER}")])
 
     def discard_copy(self, task: str) -> None:
-        """Delete the working copy of a task; ignore errors."""
+        """Delete the working copy of a worker; ignore errors."""
         shutil.rmtree(self._copies / task, ignore_errors=True)
-        with contextlib.suppress(OSError):  # The directory may still have working copies of other tasks.
+        with contextlib.suppress(OSError):  # The directory may still have working copies of other workers.
             self._copies.rmdir()
 
     def _delete(self, names: list[str]) -> None:
@@ -323,12 +322,12 @@ class ObjectStore(Store):
             self._e_tags.pop(name, None)
 
     def _note(self, name: str, e_tag: str) -> None:
-        """Record in memory and on disk that an object with this e_tag is equal to its local file."""
+        """Record in memory and on disk that an object with this ETag equals its local file."""
         self._e_tags[name] = e_tag
         self._save()
 
     def _save(self) -> None:
-        """Write the e_tags to INDEX. Ignore errors, because the next start then only fetches more objects."""
+        """Write the ETags to INDEX. Ignore errors: the next start then only fetches more objects."""
         with self._lock, contextlib.suppress(Exception):
             write_json(self._root / INDEX, dict(self._e_tags))
 

@@ -1,13 +1,15 @@
-"""The lock of a task: at most one process writes a task, also across machines, on NFS and in object stores.
+"""Locks by which at most one process writes a worker's results, also across machines and in object stores.
 
-A task is one worker's share of a run. Locks of the file system are not used, because NFS may lack them, and a
-crashed host may hold a lock for ever. The lock is the file or object `owner`, which is created exclusively
-and names its holder. A dead holder (see `liveness`) is replaced. A holder that was suspended or disconnected
-for long is replaced, too. When such a holder continues, it verifies the lock before its next write or
-deletion, finds another name in `owner`, and ends.
+A task is one worker's share of a run. Its lock is the file or object `owner`, which is created exclusively
+and names the process that holds it. Locks of the file system are not used: NFS may lack them, and a crashed
+host may hold one for ever.
 
-The locks on a file system and in an object store share only the wait for a dead holder. A file system has
-renames and writes in place, but no conditional writes. A store has conditional writes, but no renames.
+A dead holder is replaced (see `liveness`), and so is one that was suspended or disconnected for long. If such
+a holder wakes up, it verifies the lock before its next write or deletion, finds another name in `owner`, and
+ends.
+
+On a file system, the lock needs renames and writes in place. In an object store, it needs conditional writes.
+So there are two classes, which share only the wait for a dead holder.
 """
 
 from __future__ import annotations
@@ -61,16 +63,17 @@ if TYPE_CHECKING:
     from batchrunner.output.objects import RunObjects
 
 TRUSTED_S = 45.0
-"""Seconds for which a process may rely on its lock in an object store after it wrote a heartbeat. Other
-processes take the lock over only after a longer silence: 59 s for a worker that holds leases (`silence_s`),
-else DEAD_AFTER_S."""
+"""Seconds for which a process may trust its lock in an object store after a heartbeat.
+
+Other processes take the lock over only after a longer silence: 59 s for a worker that holds leases
+(`silence_s`), otherwise DEAD_AFTER_S.
+"""
 DIRECTORY_TRIES = 100
-"""Maximum number of tries to create `owner` in a task's directory while other processes delete the
-directory."""
+"""Maximum number of tries to create `owner` while other processes delete its directory."""
 
 
 class TaskLock(ABC):
-    """The lock of a task, which this process acquires, holds and releases."""
+    """Lock of a task (one worker's share of a run), which this process acquires, holds and releases."""
 
     beat_s: float
     """Seconds between two heartbeats."""
@@ -85,22 +88,27 @@ class TaskLock(ABC):
     ) -> None:
         """Prepare the lock; `acquire` then acquires it.
 
-        `place` names the task in messages. `me` is this process as a holder, by default with a new token.
+        `place` names the lock in messages. `me` is this process, by default with a new random token.
         """
         self._place = place
         self._me = me or this_process()
         self._clock, self._sleep = clock, sleep
         self.is_abandoned = False
-        """Whether `release` marks the task as abandoned, so that the next process recovers the task."""
+        """Whether `release` records that the work is not done. The next process then recovers its results."""
         self.predecessor: LockHolder | None = None
-        """The dead holder that this process replaced, until its journals and part files are recovered. Always
-        None on a file system, where recovery does not depend on the name of the holder."""
+        """Dead process that held the lock before, until its journals and part files are recovered.
+
+        It is always None on a file system, where recovery does not depend on the holder's name.
+        """
         self.beacon: Beacon | None = None
-        """Beacon that is renamed at each heartbeat; None unless this worker shares a run with others."""
+        """File that shows at each heartbeat that this worker runs.
+
+        None unless several workers share the run.
+        """
 
     @property
     def token(self) -> str:
-        """Random name of this process as holder of the lock; a part of the names of its files."""
+        """Random name of this process, a part of the names of its files."""
         return self._me.token
 
     @property
@@ -109,13 +117,13 @@ class TaskLock(ABC):
         return self._me
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
-        """Acquire the lock. Wait up to DEAD_AFTER_S to see whether a holder on another machine is dead.
+        """Acquire the lock; wait up to DEAD_AFTER_S for a heartbeat if it is held on another machine.
 
         `dead_owner` is the content of `owner` if its holder is already known to be dead. Raises TaskHeldError
-        if a running process holds the lock, OSError if nothing can be written.
+        if a running process holds the lock, and OSError if nothing can be written.
         """
-        # Register the token before `owner` has our name. Otherwise another thread of this process would
-        # consider this holder dead (`LockHolder.is_dead`).
+        # The token is registered before `owner` has our name. Otherwise another thread of this process would
+        # consider this process dead (`LockHolder.is_dead`).
         HELD_HERE.add(self.token)
         while not self._create():
             if dead_owner is None:
@@ -124,43 +132,43 @@ class TaskLock(ABC):
                 dead_owner = monitor.owner_content
             if self._replace(dead_owner):
                 break
-            # Another process may have acquired the lock, so look again at its holder.
+            # Another process may have acquired the lock, so look at its holder again.
             dead_owner = None
 
     def abandon(self) -> None:
-        """Make `release` mark the task as abandoned, so that the next process recovers the task."""
+        """Make `release` record that the work is not done, so that the next process recovers its results."""
         self.is_abandoned = True
 
     def forget_predecessor(self) -> None:
-        """Forget the dead holder that this process replaced.
+        """Forget the dead process that held the lock before.
 
         Its journals and part files have been recovered or discarded.
         """
         self.predecessor = None
 
     def _raise_lost(self, owner: bytes) -> None:
-        """Raise TaskLockLostError; `owner` is the content that names the new holder."""
+        """Raise TaskLockLostError; `owner` has the name of the new holder."""
         winner = parse_holder(owner) or "another process"
         raise TaskLockLostError(f"{self._place}: {winner} took this task over; stored rows are kept")
 
     @abstractmethod
     def _create(self) -> bool:
-        """Create `owner` with the name of this process; return False if `owner` exists.
+        """Create `owner` with the name of this process; return False if it exists.
 
         Raises OSError if it cannot be written.
         """
 
     @abstractmethod
     def _replace(self, dead_owner: bytes) -> bool:
-        """Replace the name of a dead holder in `owner` by the name of this process, and return True.
+        """Replace a dead holder's name in `owner` by that of this process, and return True.
 
-        Return False if `owner` was only removed, or if another process was faster. The caller then calls
-        `_create` again.
+        The result is False if `owner` was only removed, or if another process was faster. The caller then
+        calls `_create` again.
         """
 
     @abstractmethod
     def _monitor(self) -> LivenessMonitor:
-        """Return a monitor that tells whether the process that holds the lock runs."""
+        """Return a monitor that tells whether the process that holds the lock is running."""
 
     @abstractmethod
     def beat(self) -> None:
@@ -168,15 +176,15 @@ class TaskLock(ABC):
 
     @abstractmethod
     def verify(self) -> None:
-        """Raise TaskLockLostError if another process holds the lock, OSError if the holder cannot be read."""
+        """Raise TaskLockLostError if another process holds the lock, OSError if `owner` cannot be read."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the lock up, so that the next attempt need not wait. Ignore errors."""
+        """Release the lock, so that the next attempt need not wait. Ignore errors."""
 
 
 class FileTaskLock(TaskLock):
-    """The lock of a task whose files lie on a file system: a file `owner`, and `heartbeat` beside it."""
+    """Lock on a file system: a file `owner`, and a file `heartbeat` beside it."""
 
     beat_s = HEARTBEAT_S
 
@@ -188,20 +196,20 @@ class FileTaskLock(TaskLock):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare the lock of the task whose directory is `directory`; `acquire` then acquires it."""
+        """Prepare the lock of the worker with this directory; `acquire` then acquires it."""
         super().__init__(str(directory), me, clock=clock, sleep=sleep)
         self._directory = directory
         self._owner = directory / OWNER
         self._beats = 0
 
     def _create(self) -> bool:
-        """Create the file `owner` with the name of this process; return False if the file exists.
+        """Create the file `owner` with the name of this process; return False if it exists.
 
-        Raises OSError if the file cannot be written.
+        Raises OSError if it cannot be written.
         """
         for _ in range(DIRECTORY_TRIES):
-            # Another process may delete the directory at any time, because it releases its lock and finds the
-            # directory empty, or because it discards the run.
+            # Another process may delete the directory at any time: when it releases its lock and the
+            # directory is empty, or when it discards the run.
             with contextlib.suppress(FileNotFoundError):
                 make_directory(self._directory)
                 try:
@@ -213,9 +221,9 @@ class FileTaskLock(TaskLock):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
 
     def _write_name(self, file: int) -> None:
-        """Write the name of this process into `owner`, whose descriptor is `file`, and close the file.
+        """Write the name of this process to `owner` and close it; `file` is its descriptor.
 
-        Raises OSError if that fails. `owner` is then deleted again.
+        If this fails, `owner` is deleted again. Raises OSError.
         """
         try:
             try:
@@ -224,19 +232,18 @@ class FileTaskLock(TaskLock):
             finally:
                 os.close(file)
             sync_directory(self._directory)
-            self.beat()  # Write the first heartbeat at once, not only after the first pause.
+            self.beat()  # The first heartbeat is written at once, not after the first pause.
         except FileNotFoundError:  # The directory and `owner` were deleted, so there is no lock to release.
             raise
         except OSError:
-            self.release()  # `owner` must not name a running process that does not work on the task.
+            self.release()  # A running process must not be named in `owner` if it does not work on the run.
             raise
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Remove the `owner` of a dead holder by a rename, in which only one process succeeds.
+        """Remove a dead holder's `owner` by a rename, which succeeds for one process only; return False.
 
-        Always return False: `acquire` then tries again to create `owner`, for which all processes compete.
-        A slow process may by mistake rename the `owner` of a new holder. It then finds other content in the
-        file, and restores it.
+        Processes then compete to create `owner` again. A slow process may rename the `owner` of a new holder
+        by mistake. It notices this by the file's content, and restores the file.
         """
         aside = self._owner.with_name(f"{OWNER}-{self.token}")
         with contextlib.suppress(FileNotFoundError):
@@ -258,41 +265,42 @@ class FileTaskLock(TaskLock):
             self.beacon.beat()
 
     def verify(self) -> None:
-        """Read `owner` to check that this process still holds the lock.
+        """Check that `owner` still names this process.
 
-        Raises TaskLockLostError if `owner` names another process, OSError if it cannot be read.
+        Raises TaskLockLostError if it names another process, and OSError if it cannot be read.
         """
-        # A slow process that runs `_replace` may have renamed our `owner` by mistake. It restores the file at
-        # once, so a few tries are enough.
+        # A slow process may have renamed our `owner` by mistake (`_replace`). It restores the file at once,
+        # so a few tries are enough.
         for _ in range(3):
             holder = parse_holder(read_bytes(self._owner, strict=True))
             if holder is not None and holder.token == self.token:
                 return
-            # Without the parent directory, the disk is probably not mounted, which says nothing of the lock.
+            # If the parent directory is missing too, the disk is probably not mounted, and the lock may be
+            # intact.
             if not self._directory.parent.exists():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
             self._sleep(SHORT_POLL_S)
         self._raise_lost(read_bytes(self._owner))
 
     def release(self) -> None:
-        """Delete `owner`, or mark the task as abandoned in it. Ignore errors."""
+        """Delete `owner`, or record in it that the work is not done. Ignore errors."""
         with contextlib.suppress(OSError, TaskLockLostError):
             self.verify()
             if self.is_abandoned:
-                # Overwrite the file in place, because a full disk has no room for a new file. The new content
-                # is padded to the length of the old content, so that nothing of the old remains.
+                # The file is overwritten in place, because a full disk has no room for a new one. The new
+                # content is padded to the length of the old content.
                 content = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
                 _overwrite(self._owner, content.ljust(self._owner.stat().st_size))
             else:
                 (self._directory / HEARTBEAT).unlink(missing_ok=True)
                 self._owner.unlink(missing_ok=True)
-        # The token is removed last: as soon as it is missing here, other threads of this process consider
-        # this holder dead.
+        # The token is removed last. Once it is missing, other threads of this process consider this holder
+        # dead.
         HELD_HERE.discard(self.token)
 
 
 def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
-    """Write at the beginning of a file, in place and durably.
+    """Write at the beginning of a file, in place, and sync it to disk.
 
     Raises OSError if the file is a symbolic link, or cannot be written.
     """
@@ -305,18 +313,18 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
 
 
 def _clock_that_never_sleeps() -> float:
-    """Return the seconds since boot, including the time during which the machine was suspended.
+    """Return the seconds since boot, including the time for which the machine was suspended.
 
-    `time.monotonic` does not count that time, so a machine that wakes up would trust an old heartbeat.
+    `time.monotonic` leaves that time out, so a machine that wakes up would trust an old heartbeat.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class StoreTaskLock(TaskLock):
-    """The lock of a task in an object store: an object `owner` that its holder rewrites at every heartbeat.
+    """Lock in an object store: an object `owner`, which its holder rewrites at every heartbeat.
 
-    The object is created with `If-None-Match`, and rewritten with `If-Match` and the e_tag of the last write.
-    So exactly one of several processes succeeds, and a holder that was replaced notices that at its next
+    The object is created with `If-None-Match`, and rewritten with `If-Match` and the ETag of the last write.
+    So only one of several processes succeeds, and a holder that was replaced notices it at its next
     heartbeat.
     """
 
@@ -331,16 +339,18 @@ class StoreTaskLock(TaskLock):
         clock: Callable[[], float] = _clock_that_never_sleeps,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare the lock. `name` is the name of the object `owner`, relative to the run's URI."""
+        """Prepare the lock; `name` is the name of the object `owner`, relative to the run's URI."""
         super().__init__(name.rpartition("/")[0], me, clock=clock, sleep=sleep)
         self._objects = objects
         self._name = name
         self._e_tag: str | None = None
-        """e_tag of the `owner` that this process has written last; None if another process holds the lock."""
+        """ETag of the `owner` that this process wrote last; None if another process holds the lock."""
         self._beaten_at = 0.0
-        """Time before the request of the last write, by `clock`. Counted from then, TRUSTED_S is on the safe
-        side, because the store may have applied the write at any time before its reply."""
-        # The lock is necessary because the heartbeat and `verify` write `owner` in different threads.
+        """Time just before the last write was requested, by `clock`.
+
+        The store applied the write at this time or later, so TRUSTED_S is counted from here to be safe.
+        """
+        # The heartbeat and `verify` write `owner` in different threads.
         self._writing = threading.Lock()
 
     def _create(self) -> bool:
@@ -352,13 +362,12 @@ class StoreTaskLock(TaskLock):
     def _replace(self, dead_owner: bytes) -> bool:
         """Write the name of this process into `owner`, in place of a dead holder's name.
 
-        Return False if another process was faster.
+        The result is False if another process was faster.
         """
         content, e_tag = self._objects.read(self._name) or (None, None)
         if content != dead_owner:
             return False
-        # `_write` replaces the object `owner` only if the object still has this e_tag. Otherwise it sets
-        # `_e_tag` to None.
+        # `_write` only replaces an object with this ETag. Otherwise it sets `_e_tag` to None.
         self._e_tag = e_tag
         self._write(self._me)
         self.predecessor = parse_holder(dead_owner)
@@ -370,9 +379,9 @@ class StoreTaskLock(TaskLock):
         )
 
     def beat(self) -> None:
-        """Rewrite the object `owner` with a higher counter, unless another process has taken this lock over.
+        """Rewrite the object `owner` with a higher counter, unless another process has taken the lock over.
 
-        The change shows that this process runs. Raises OSError if the store does not answer.
+        This shows that the process runs. Raises OSError if the store does not answer.
         """
         with self._writing:
             self._me = replace(self._me, beats=self._me.beats + 1)
@@ -382,7 +391,7 @@ class StoreTaskLock(TaskLock):
             self.beacon.beat()
 
     def _write(self, holder: LockHolder) -> None:
-        """Write the name of a process into `owner`, unless another process has taken this lock over.
+        """Write the name of a process into `owner`, unless another process has taken the lock over.
 
         In that case, `_e_tag` is None afterwards. Raises OSError if the store does not answer.
         """
@@ -392,9 +401,9 @@ class StoreTaskLock(TaskLock):
             self._beaten_at = asked_at
 
     def verify(self) -> None:
-        """Check the lock by a heartbeat, unless the last heartbeat is younger than TRUSTED_S.
+        """Check the lock by a heartbeat, unless the last one is younger than TRUSTED_S.
 
-        Raises TaskLockLostError if another process holds the lock, OSError if the store does not answer.
+        Raises TaskLockLostError if another process holds the lock, and OSError if the store does not answer.
         """
         if self._clock() - self._beaten_at > TRUSTED_S:
             self.beat()
@@ -402,15 +411,15 @@ class StoreTaskLock(TaskLock):
             self._raise_lost(self._objects.look(self._name)[0])
 
     def release(self) -> None:
-        """Mark the task as abandoned in the object. Ignore errors.
+        """Record in the object `owner` that the work is not done. Ignore errors.
 
-        If this process has not recovered the task, the object names the predecessor again, because the
-        predecessor's journals and part files still have to be recovered.
+        If this process has not recovered the results of the process before it, the object names that process
+        again.
         """
         with self._writing, contextlib.suppress(OSError):
             holder = self.predecessor or replace(self._me, is_clean=not self.is_abandoned)
             self._write(replace(holder, pid=ABANDONED_PID))
-        self._e_tag = None  # A heartbeat that comes later writes nothing without an e_tag.
+        self._e_tag = None  # Without an ETag, a late heartbeat writes nothing.
         HELD_HERE.discard(self.token)
 
 
@@ -422,14 +431,15 @@ def hold_task(
     directory: Path | None = None,
     dead_owner: bytes | None = None,
 ) -> Iterator[TaskLock]:
-    """Hold the lock of `directory`, by default the task's own, while a thread writes the heartbeat.
+    """Hold the lock of `directory` (by default this worker's) during the block, and write heartbeats.
 
-    `sleep` is called between polls of a holder on another machine; it may raise to end the wait. `dead_owner`
-    is as in `TaskLock.acquire`. Directories that were created for the lock and stayed empty are deleted at
-    the end. Raises TaskHeldError if a running process holds the lock, OutputError if nothing can be written.
+    `sleep` is called while another machine's process is watched; it may raise an exception to end the wait.
+    `dead_owner` is explained in `TaskLock.acquire`. Directories that were created for the lock and are still
+    empty are deleted at the end. Raises TaskHeldError if a running process holds the lock, and OutputError if
+    nothing can be written.
 
-    An error in the block becomes TaskLockLostError if another process took the lock meanwhile, because that
-    process may have deleted files that the block needs.
+    If another process took the lock meanwhile, an error of the block becomes TaskLockLostError: that process
+    may have deleted files that the block needs.
     """
     directory = directory or run_dir.task_directory
     new_directories = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -446,16 +456,17 @@ def hold_task(
         lock.acquire(dead_owner)
 
     def beat() -> None:
-        # After an error the next heartbeat tries again, and `verify` reports a lock that was lost.
+        # After an error, the next heartbeat tries again. `verify` reports a lost lock.
         with contextlib.suppress(OSError):
             lock.beat()
 
     try:
         with repeating(beat, lock.beat_s, thread="heartbeat"):
-            # Only a task has results. Other directories, such as that of `batchrun tune`, have none.
+            # Other directories, such as that of `batchrun tune`, have no results.
             if directory == run_dir.task_directory:
                 with using_run(f"output.path {run_dir.name}"):
-                    # An earlier holder may have published results since the working copy was updated.
+                    # Another process may have published results of this worker since the local copy was
+                    # updated.
                     run_dir.store.bring_results([run_dir.task])
             yield lock
     except TaskLockLostError:
@@ -471,12 +482,12 @@ def hold_task(
 
 
 def _raise_if_lost(lock: TaskLock, failure: BatchrunError) -> None:
-    """Raise TaskLockLostError from `failure` if another process holds the lock now."""
+    """Raise TaskLockLostError, caused by `failure`, if another process holds the lock now."""
     try:
         lock.verify()
     except TaskLockLostError as lost:
         lost.report = failure.report
         raise lost from failure
     except (OSError, StorageError):
-        # The disk or store does not tell who holds the lock, so the caller raises `failure`.
+        # It is unknown who holds the lock, so the caller raises `failure`.
         pass

@@ -1,8 +1,8 @@
-"""Writes the outcomes of a run: within `output.durable` to a journal, and later to a part file.
+"""Writes finished rows: within `output.durable` seconds to a journal, and later to a part file.
 
-A part file is a complete Parquet file of results. A journal makes rows durable until they are in a part file.
-A write that fails is repeated for up to `limits.disk_wait`, so that somebody can make room or a mount can
-come back.
+A part file is a complete Parquet file of results. A journal stores rows safely until they are in a part file.
+A write that fails is repeated for up to `limits.disk_wait`, so that somebody can free space or restore a
+mount.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from batchrunner.output.task_lock import TaskLock
 log = logging.getLogger(__name__)
 
 FLUSH_FRACTION = 0.7
-"""Fraction of `output.durable` after which the oldest row in memory is written, so that there is time left
-for the write itself."""
+"""Fraction of `output.durable` after which the oldest row in memory is written; the rest is for the write."""
 FLUSH_BYTES = 64 << 20
-"""Size in bytes of the rows in memory at which they are written before they are due."""
+"""Size in bytes at which the rows in memory are written early."""
 LAG_FRACTION = 0.05
-"""Time between two part files, as a fraction of the age of the attempt. With a constant time, a slow run of a
-week would write 20,000 files with few rows, and every reader would have to list and open them."""
+"""Time between two part files, as a fraction of the age of the attempt.
+
+With a constant time, a run of a week would write 20,000 small files, and every reader would have to list and
+open them.
+"""
 LONGEST_LAG_S = 1800.0
 """Maximum time between two part files in seconds. A run of a week then writes about 420 part files."""
 _STRUCT_BYTES = 16
@@ -49,39 +51,38 @@ _STRUCT_BYTES = 16
 def part_interval_s(age_s: float, first_s: float) -> float:
     """Return the maximum seconds from the end of a row until it is in a part file.
 
-    The attempt is `age_s` seconds old. The interval grows with the age, but is at least `first_s` seconds. So
-    users of a young attempt see results soon.
+    `age_s` is the age of the attempt in seconds. The result grows with it, from a minimum of `first_s`, so
+    that users see the first results soon.
     """
     return max(first_s, min(LAG_FRACTION * age_s, LONGEST_LAG_S))
 
 
 @dataclass(eq=False)
 class ResultWriter:
-    """Writes finished rows to a journal, and later to a part file.
+    """Writes finished rows to a journal, and later to a part file (a Parquet file of results).
 
-    A part file is written every `part_rows` rows, or after `part_interval_s`. While the disk accepts no
-    writes, rows wait in memory up to a limit. At the limit `put` blocks, so that no further rows are sent and
-    the run pauses.
+    A part file is written after `part_rows` rows, or after `part_interval_s`. While the disk accepts no
+    writes, rows wait in memory, up to a limit. At the limit `put` blocks, so that the run pauses.
     """
 
     run_dir: RunDir
     schema: pa.Schema
     part_rows: int
     plan: AnswerPlan
-    """Result columns and checks."""
+    """Result columns and checks of answers."""
     durable_s: float
     """Maximum seconds from the end of a row until it is in a journal on disk."""
     part_s: float
-    """Maximum seconds from the end of a row until it is in a part file. With `lag_grows`, this time grows
-    with the age of the attempt."""
+    """Maximum seconds from the end of a row until it is in a part file; with `lag_grows`, only at first."""
     lag_grows: bool
-    """Whether the time between two part files grows with the age of the attempt. It must not grow in an
-    object store, where only part files make rows durable."""
+    """Whether the time between two part files grows with the age of the attempt.
+
+    In an object store, it must not: journals stay on this machine, so only part files are safe.
+    """
     lock: TaskLock
-    """The lock of the task, which the caller holds."""
+    """Lock of this worker, which the caller holds."""
     committed: Callable[[BitMap64], None]
-    """Called in a thread, with the rows of a part file, after each part file is written. It may block and
-    raise OSError."""
+    """Called in a thread after each part file, with its rows. It may block and raise OSError."""
     disk: DiskWait
 
     def __post_init__(self) -> None:
@@ -98,14 +99,13 @@ class ResultWriter:
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        """Wakes `_write_when_due` when the buffer gets its first row or is full, or when no more rows
-        come."""
+        """Set when the buffer gets its first row or is full, or when no more rows come."""
         self._has_room = asyncio.Event()
-        """Wakes `put` when rows have left the buffer, or when `_write_when_due` has ended."""
+        """Set when rows have left the buffer, or when writing has ended."""
         self._is_closing = False
 
     async def put(self, outcome: Outcome) -> None:
-        """Add an outcome to the buffer. While the buffer is full because the disk is slow, wait.
+        """Add a finished row to the buffer. Wait while the buffer is full because the disk is slow.
 
         Raises StorageError if earlier rows could not be written within `limits.disk_wait`.
         """
@@ -116,8 +116,8 @@ class ResultWriter:
         self._bytes += _text_bytes(outcome)
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write_when_due())
-        # Wake the writing task and wait until it has taken rows out of the buffer. If it has failed, `check`
-        # raises its error.
+        # Wake `_write_when_due`, and wait until it has taken rows out of the buffer. If it has failed,
+        # `check` raises its error.
         while self._is_full():
             self.check()
             self._changed.set()
@@ -125,7 +125,7 @@ class ResultWriter:
             await self._has_room.wait()
 
     def check(self) -> None:
-        """Raise the StorageError of a background write that failed for good."""
+        """Raise the StorageError of a background write that has failed for good."""
         for task in (self._writing, self._publishing):
             if task is not None and task.done():
                 task.result()
@@ -136,40 +136,41 @@ class ResultWriter:
         self._changed.set()
         try:
             if self._writing is not None:
-                # If `close` is cancelled, `shield` leaves the cancellation of this task to the code below.
+                # `shield` makes a cancellation end only this wait. The code below cancels the tasks.
                 await asyncio.shield(self._writing)
             await self._wait_for_part()
         finally:
             for task in (self._writing, self._publishing):
                 if task is not None:
-                    task.cancel()  # After one of the tasks has failed, the other must not continue.
+                    task.cancel()  # If one of the tasks has failed, the other must not continue.
                     await asyncio.gather(task, return_exceptions=True)
             self._part.close()
 
     def _is_full(self) -> bool:
-        """Return whether the rows in memory are enough for a part file, so that they must be written now."""
+        """Tell whether the rows in memory are enough for a part file, so that they must be written now."""
         return self._part.rows + len(self._buffer) >= self.part_rows or self._bytes >= FLUSH_BYTES
 
     async def _write_when_due(self) -> None:
-        """Write rows whenever they are due, until no more rows come and all rows are in part files."""
+        """Write rows whenever they are due, until no more rows come and all are in part files."""
         try:
             while self._buffer or self._part.rows or not self._is_closing:
                 must_write_now = self._is_closing or self._is_full()
                 wait_s = 0.0 if must_write_now else self._due_s()
-                if wait_s is None or wait_s > 0:  # None means to wait without a limit for the first row.
+                # None means that the buffer is empty: wait for the first row.
+                if wait_s is None or wait_s > 0:
                     self._changed.clear()
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), wait_s)
                 else:
                     await self._write()
         finally:
-            # If this task failed, a waiting `put` then raises the error.
+            # If this task has failed, a waiting `put` then raises the error.
             self._has_room.set()
 
     def _due_s(self) -> float | None:
-        """Return the seconds until the buffer's oldest row, or the part file, must be written.
+        """Return the seconds until rows must be written to the journal or as a part file.
 
-        Return None if there is nothing to write.
+        None without rows.
         """
         due_at = [self._oldest_at + self.durable_s * FLUSH_FRACTION] if self._buffer else []
         if self._part.rows:
@@ -193,9 +194,8 @@ class ResultWriter:
         is_full = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
         part_is_due = self._is_closing or is_full or time.monotonic() >= self._part_due_at(part)
         last_part_is_late = self._publishing is not None and not self._publishing.done()
-        # A part file that is written at once makes its rows durable, so they need not go to the journal
-        # first. A part file may be late if the previous one is not written yet, or in an object store, which
-        # may be unavailable.
+        # If the part file is written at once, its rows need no journal. It may be late if the previous one is
+        # not written yet, or in an object store, which may be unavailable.
         in_store = self.run_dir.store.objects is not None
         part_comes_at_once = part_is_due and not last_part_is_late and not in_store
         needs_journal = bool(outcomes) and not part_comes_at_once
@@ -205,7 +205,7 @@ class ResultWriter:
             await self._begin_next_part()
 
     def _take_oldest(self, rows: int) -> list[Outcome]:
-        """Take at most `rows` rows out of the buffer, which may hold more if many came during a write."""
+        """Take at most `rows` rows out of the buffer. More may have come during a write."""
         outcomes, self._buffer = self._buffer[:rows], self._buffer[rows:]
         self._bytes = sum(map(_text_bytes, self._buffer))
         self._oldest_at = time.monotonic()  # The remaining rows came during the last write.
@@ -217,22 +217,22 @@ class ResultWriter:
         return with_counts(table_of(outcomes, self.schema, self.plan), count(outcomes))
 
     async def _begin_next_part(self) -> None:
-        """Publish the part file in the background, and begin another part file for the next rows."""
-        # Wait for the previous part file, so that at most two part files are in memory.
+        """Publish the part file in the background, and begin another one for the next rows."""
+        # At most two part files may be in memory, so wait for the previous one.
         await self._wait_for_part()
         part = self._part
         self._publishing = asyncio.ensure_future(self._publish(part))
         self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
-        # `put` may wait for room, which the new, empty part file gives.
+        # The new part file is empty, so `put` has room again.
         self._has_room.set()
 
     async def _publish(self, part: _PendingPart) -> None:
-        """Write a part file. Rows that finish meanwhile belong to the next part file."""
+        """Write a part file. Rows that finish meanwhile belong to the next one."""
         await self.disk.write(part.path, part.publish)
         # `publish` skips numbers that another attempt has used, so the next part file may need a higher
         # number.
         self._part.number = max(self._part.number, part.number + 1)
-        # `committed` tells the run which rows are in a part file now. It may fail and be called again.
+        # `committed` tells the run which rows are in a part file now. If it fails, it is called again.
         await self.disk.write(part.path, functools.partial(self.committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
@@ -243,15 +243,15 @@ class ResultWriter:
 
 
 class _PendingPart:
-    """The rows of the next part file, in memory and in the part file's journal.
+    """The rows of the next part file, in memory and in its journal.
 
     Methods block, and may be called again after an OSError. If this process was suspended for a while,
-    another process may have taken over and recovered the task. So `append_journal` and `publish` verify the
-    lock of the task before their writes take effect.
+    another process may have taken over its work. So `append_journal` and `publish` verify the worker's lock
+    before their writes take effect.
     """
 
     def __init__(self, run_dir: RunDir, number: int, lock: TaskLock) -> None:
-        """Begin a part file without rows. `number` is the number in its name, if that is still free later."""
+        """Begin a part file without rows; `number` is the number in its name, if still free later."""
         self._run_dir = run_dir
         self._lock = lock
         self.number = number
@@ -267,18 +267,18 @@ class _PendingPart:
 
     @property
     def path(self) -> Path:
-        """Path of the future part file. If it is taken, `publish` uses a higher number."""
+        """Path of the future part file. If the name is taken, `publish` uses a higher number."""
         return self._run_dir.part(self.number)
 
     def add(self, table: pa.Table, rows: int) -> None:
-        """Add finished rows in memory. `table` has the results of `rows` input rows."""
+        """Add finished rows in memory; `table` has the results of `rows` input rows."""
         self.first_at = self.first_at or time.monotonic()
         self._tables.append(table)
         self.rows += rows
         self.bytes += table.nbytes
 
     def append_journal(self) -> None:
-        """Append the table of the last `add` to the journal, and sync the journal to the disk."""
+        """Append the table of the last `add` to the journal, and sync the journal to disk."""
         self._lock.verify()
         if self._journal is None:
             make_directory(self._journal_path.parent)
@@ -293,23 +293,22 @@ class _PendingPart:
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
         self.close()
         self._journal_path.unlink(missing_ok=True)
-        # The number is set last, so that a repeated call after an OSError begins at the same number.
+        # The number is set last. A repeated call after an OSError then begins at the same number.
         self.number = number
 
     def row_set(self) -> BitMap64:
-        """Return the set of ordinals (row numbers in the input) of the part file's rows."""
+        """Return the numbers, in the input, of the part file's rows."""
         chunks = [chunk for table in self._tables for chunk in table.column("row").chunks]
         return rows_of_column(pa.chunked_array(chunks))
 
     def close(self) -> None:
-        """Close the journal if it is open."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None
 
 
 def _text_bytes(outcome: Outcome) -> int:
-    """Return the approximate size in bytes of an outcome's texts and optional columns in memory."""
+    """Return the approximate size in bytes of a row's texts and optional columns in memory."""
     completion = outcome.completion
     if completion is None:
         return 0

@@ -1,10 +1,9 @@
-"""Runs the command of a server on every machine of a Ray placement group at once, as `srun` does on Slurm.
+"""Runs the command of a server on every machine of a Ray placement group at once, like `srun` on Slurm.
 
 `python ranks.py GROUP COMMAND…` runs the command on this machine, the first one of the group, and in an actor
-on each of the other machines. These processes are called ranks. The command is the same program that a run on
-Slurm starts by `srun`, so this script does what `srun` does: the environment variable SLURM_PROCID has the
-number of the rank, and each rank gets the first line of standard input. This line is the configuration of the
-server. All ranks end when one of them ends, or when standard input closes.
+on each of the other machines. These processes are called ranks. As with `srun`, the environment variable
+SLURM_PROCID has the number of the rank, and each rank gets the first line of standard input, which configures
+the server. All ranks end when one of them ends, or when standard input closes.
 """
 
 import logging
@@ -24,8 +23,8 @@ def start(
     command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes
 ) -> subprocess.Popen[bytes]:
     """Start the command as the rank with this number, and write `first_line` to its standard input."""
-    # The command learns its rank from SLURM_PROCID, because on Slurm `srun` sets this variable. Without a
-    # buffer, it gets `first_line` at once, although its standard input stays open.
+    # The command reads its rank from SLURM_PROCID, which `srun` would set. The pipe is unbuffered, so the
+    # command gets `first_line` at once. The pipe stays open, because its end would end the command.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**environ, "SLURM_PROCID": str(rank)}, bufsize=0
     )
@@ -54,7 +53,8 @@ def main() -> int:
     group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(sys.argv[1])))
     command, first_line = sys.argv[2:], sys.stdin.buffer.readline()
     ray.init(logging_level=logging.ERROR, log_to_driver=False)
-    # The run gets these signals, too. It finishes its rows, then closes the standard input of this process.
+    # The run gets these signals too: it finishes its rows, and then closes the standard input of this
+    # process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     other_ranks = []
@@ -71,14 +71,15 @@ def main() -> int:
         while first_rank.poll() is None:
             ended_ranks, _ = ray.wait(other_ranks, timeout=0)
             if ended_ranks:
-                # A server cannot go on without one of its ranks, so a clean end is a failure, too.
+                # A server cannot go on without one of its ranks, so even the clean end of a rank is a
+                # failure.
                 return ray.get(ended_ranks[0]) or 1
             if select.select([sys.stdin], [], [], 0.2)[0]:
                 # The run has closed standard input.
                 break
         return first_rank.returncode or 0
     finally:
-        # `communicate` closes the standard input of the first rank, which makes the rank end.
+        # `communicate` closes the standard input of the first rank, so the rank ends.
         first_rank.communicate()
 
 

@@ -38,9 +38,9 @@ from batchrunner.sglang.model_files import cards_of
 def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
     """Return the number of GPUs that an actor with this engine needs on each of its machines.
 
-    `on_nodes` has the number of GPUs of each node of the cluster. With `device: auto` an engine runs on the
-    CPU if no node has a GPU. Raises JobError if the number is unknown before the start, or larger than on any
-    node.
+    `on_nodes` has the number of GPUs of each node of the cluster. With `device: auto`, an engine runs on the
+    CPU if no node has a GPU. Raises JobError if the number cannot be known before the start, or if no node
+    has so many GPUs.
     """
     if not isinstance(engine, ServerEngine):
         return 0
@@ -94,11 +94,11 @@ class StageCall:
     def check(self, columns: pa.Schema) -> None:
         """Raise JobError or InputError if the call does not suit rows with these columns.
 
-        Prompts that a Python function makes are not tested, because the function runs in the actors.
+        Prompt functions in Python are not tested, because they run in the actors.
         """
         job = self.job(columns, Path("rows"))
         if job.prompt.python is None and job.prompt.rollout is None:
-            # The constructor raises an error for a template that does not suit the columns.
+            # The constructor raises an error for a prompt template that does not suit the columns.
             ProgramRows(job, columns, RowBuffer())
         self.check_names(columns, plan_answers(job))
 
@@ -111,7 +111,6 @@ class StageCall:
         for name in names_to_keep:
             if name not in columns.names:
                 raise unknown_column(InputError, "columns", name, columns.names)
-        # The result columns, whatever columns the rows have.
         result_names = schema_of_run(pa.schema([]), plan).names
         prefixed_names = {f"{self.prefix}{name}" for name in result_names if name != "row"}
         if duplicates := [name for name in names_to_keep if name in prefixed_names]:
@@ -123,18 +122,18 @@ class StageCall:
 
 @dataclass(slots=True, eq=False)
 class PendingBlock:
-    """A block of rows (a batch of Ray Data) that waits for the outcomes of its rows."""
+    """A block of rows (a batch of Ray Data) that waits for the results of its rows."""
 
     rows: range
-    """Ordinals of the rows in the stream."""
+    """Positions of the rows in the stream."""
     outcomes: list[Outcome] = field(default_factory=list)
-    """Outcomes so far, in the order in which the rows ended."""
+    """Results so far, in the order in which the rows ended."""
     done: Future[list[Outcome] | None] = field(default_factory=Future)
-    """Future of the outcomes of all rows, in the order of the rows; None if the stream ends earlier."""
+    """Future with the results of all rows, in the order of the rows; None if the stream ends earlier."""
 
 
 class BlockOutlet:
-    """Collects the outcomes of rows by block (a batch of Ray Data). `open_block` is thread-safe."""
+    """Collects the results of rows by block (a batch of Ray Data). `open_block` is thread-safe."""
 
     def __init__(self) -> None:
         # Pending blocks are kept in the order of their rows.
@@ -145,24 +144,24 @@ class BlockOutlet:
         self._is_closed = False
 
     def open_block(self, rows: int) -> PendingBlock:
-        """Add a block with this number of rows to the stream, and return the block."""
+        """Add a block of `rows` rows to the stream, and return it."""
         with self._lock:
             block = PendingBlock(range(self._rows, self._rows + rows))
-            # Mark the future as running, so that a cancelled caller cannot cancel it. `put` or `end`
+            # Mark the future as running, so that its waiting caller cannot cancel it. `put` or `end`
             # completes it.
             block.done.set_running_or_notify_cancel()
             self._rows += rows
             if self._is_closed:
-                # The stream has ended, so no outcomes follow.
+                # The stream has ended, so no results follow.
                 block.done.set_result(None)
             else:
                 self._blocks.append(block)
             return block
 
     async def put(self, outcome: Outcome) -> None:
-        """Add the outcome of a row to its block."""
+        """Add the result of a row to its block."""
         with self._lock:
-            # Blocks are in the order of their rows, so the first block that ends after the row has the row.
+            # Blocks are in the order of their rows, so the row is in the first block that ends after it.
             block = next(block for block in self._blocks if outcome.ref.row < block.rows.stop)
             block.outcomes.append(outcome)
             if len(block.outcomes) == len(block.rows):
@@ -187,10 +186,10 @@ class BlockStream:
     """
 
     def __init__(self, call: StageCall, engine: OpenEngine, columns: pa.Schema) -> None:
-        """Start a stream for rows with these columns; raises JobError or InputError. Blocks."""
+        """Start a stream for rows with these columns; raises JobError or InputError. Blocks the thread."""
         self._call = call
         # Only one call feeds its rows at a time, in the order of the calls. The second lock is needed because
-        # the thread of a cancelled call goes on to feed the rows of its block.
+        # the thread of a cancelled call still feeds its rows.
         self._order = asyncio.Lock()
         self._feeding = threading.Lock()
         self._buffer = RowBuffer()
@@ -228,7 +227,7 @@ class BlockStream:
         return await asyncio.to_thread(self._with_answers, block, outcomes)
 
     def close(self) -> None:
-        """End the stream and cancel its requests in flight. Blocks."""
+        """End the stream and cancel its requests in flight. Blocks the thread."""
         self._buffer.stop()
         self._running.cancel_and_wait()
         self._stack.close()
@@ -251,9 +250,8 @@ class BlockStream:
         answers = table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
         table = block if self._call.columns is None else block.select(self._call.columns)
         if answers.num_rows > block.num_rows:
-            # Rollouts returned several results for a row, so the row is repeated for each result.
-            # `row` counts over all blocks of the stream, so the index in this block is the difference to its
-            # first row.
+            # A rollout may return several results for a row, so the row is repeated for each of them. `row`
+            # counts over all blocks of the stream, so the block's first row is subtracted.
             rows = answers.column("row")
             table = table.take(pc.subtract(rows, pc.min(rows)))
         for name in answers.column_names:
@@ -263,10 +261,10 @@ class BlockStream:
 
 
 class EngineWorker:
-    """The callable of an actor of Ray Data, which returns batches of rows with their answers.
+    """The callable of a Ray Data actor: returns batches of rows with their answers.
 
-    Ray Data creates an instance in each actor, and calls the instance in an event loop. Several calls at the
-    same time keep the engine busy between two batches.
+    Ray Data creates an instance in each actor, and calls it in an event loop. Several calls at the same time
+    keep the engine busy between two batches.
     """
 
     def __init__(self, call: StageCall) -> None:
@@ -275,7 +273,7 @@ class EngineWorker:
         self._stack = ExitStack()
         self._stream: BlockStream | None = None
         self._opening = asyncio.Lock()
-        """Lock that lets only one of several concurrent calls start the stream."""
+        """Held by the call that starts the stream; concurrent calls wait for it."""
         limits = LimitsSpec.model_validate(call.call.limits or {})
         opening = open_engine(call.call.engine, request_timeout_s=limits.request_timeout, task=call.call.task)
         self._engine: OpenEngine = self._stack.enter_context(opening)
@@ -296,13 +294,13 @@ class EngineWorker:
             raise
 
     def __del__(self) -> None:
-        """Close the stream and the engine, because Ray Data only drops this object when an actor ends."""
+        """Close the stream and the engine. When an actor ends, Ray Data only drops this object."""
         if self._stream is not None:
             self._stream.close()
         self._stack.close()
 
     async def _discard(self, stream: BlockStream) -> None:
-        """Close a failed stream. A pipeline that ignores failed blocks then continues with a new stream."""
+        """Close a failed stream. A pipeline that ignores failed blocks goes on with a new stream."""
         # Several calls may fail because of the same stream; only the first call closes it.
         if self._stream is stream:
             self._stream = None
@@ -333,13 +331,13 @@ def generate(
     Example: `batchrunner.ray.generate(ds, prompt="Describe {{ text }}", engine="Qwen/Qwen3-8B", replicas=4)`
 
     `options` and `engine` are as for `batchrunner.stream`, except that `engine` cannot be an open engine.
-    Rows keep `columns`, by default all, and get the columns of a result row except `row`, with `prefix`
+    Rows keep `columns` (by default all), and get the columns of a result row except `row`, with `prefix`
     before their names. `replicas` is the number of actors, or a pair of its lower and upper limit. Each actor
-    opens the engine on as many GPUs as the engine needs and on `num_cpus` cores. An actor runs `tasks` Ray
-    tasks at once, with batches of `batch_size` rows.
+    opens the engine on as many GPUs as the engine needs, and on `num_cpus` cores. It runs `tasks` Ray tasks
+    at once, with batches of `batch_size` rows.
 
     Failed rows have an `error`. An actor that dies is replaced, and its unfinished rows are sent again.
-    Raises JobError or InputError for errors that show before the first row.
+    Errors that can be found before the first row raise JobError or InputError.
     """
     if not isinstance(ds, Dataset):
         raise JobError(
@@ -362,8 +360,8 @@ def generate(
     if isinstance(schema, pa.Schema):
         stage.check(schema)
     elif call.prompt is not None:
-        # The columns are not known yet, so only the options are checked. Without a prompt, the only text
-        # column is the prompt, which needs the columns.
+        # The columns are not known yet, so only the options are checked. If the call has no prompt, a column
+        # is the prompt, so nothing can be checked yet.
         call.job(pa.schema([]), ["rows"], Path("rows"))
     is_rollout = call.rollout is not None or (isinstance(call.prompt, Mapping) and "rollout" in call.prompt)
     compute = ActorPoolStrategy(

@@ -48,22 +48,20 @@ from batchrunner.runner.work import plan_failed_rows
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Maximum number of deaths of all workers together. After more deaths, a dead worker is not restarted."""
+"""Maximum number of deaths of all workers together. After one more, a dead worker is not restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPath:
     """Paths that every node of the cluster must see: the command's directory, and a mark file.
 
-    The mark file is an empty file beside the job's results, which shows that a node shares their directory.
+    The mark file is an empty file beside the job's results. A node that sees it has access to the results.
     """
 
     directory: str | None
-    """Directory that relative paths start from; None if Ray gives each worker a copy of the directory."""
+    """Directory from which relative paths start; None if Ray gives each worker a copy of it."""
     mark: str | None
-    """Path of the mark file, whose presence shows that a node sees the results. None if the results are in an
-    object store.
-    """
+    """Path of the mark file; None if the results are in an object store."""
 
     def enter(self) -> None:
         """Change to the directory; raise JobError if the directory or the mark file does not exist here."""
@@ -84,7 +82,7 @@ class SharedPath:
 
 
 class JobWorker:
-    """An actor that runs a share of a job's rows, as `batchrun JOB --join` does.
+    """An actor that runs a share of a job's rows, like `batchrun JOB --join`.
 
     Ray calls the methods in one event loop.
     """
@@ -92,22 +90,23 @@ class JobWorker:
     def __init__(self, *, quiet: bool) -> None:
         log_to_stderr(quiet=quiet)
         if group := get_current_placement_group():
-            # The engine needs several machines, which are in this group; `ranks.py` reads these variables.
+            # The engine needs several machines, which are in this placement group. `ranks.py` reads these
+            # variables.
             os.environ[GROUP] = group.id.hex()
             os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._control = Control()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
-        """Run rows of the job until there are no further rows to lease, and return the report.
+        """Run rows of the job until none are left for this worker, and return the report.
 
         Raises BatchrunError.
         """
-        # Relative paths of the job begin in the directory of the command.
+        # Relative paths of the job start from the directory of the command.
         shared.enter()
         return await execute(job, join=True, control=self._control)
 
     async def wait_until_started(self) -> None:
-        """Return at once. The call completes when Ray has placed the worker on a node."""
+        """Return at once. Ray completes this call when the worker runs on a node."""
 
     async def stop(self, reason: str, exit_code: int) -> None:
         """Stop sending rows, and let the rows in flight finish."""
@@ -149,7 +148,7 @@ def run_on_ray(
                 )
             if retry_failed:
                 plan_failed_rows(loaded)
-            # Ray may restart actors without limit; `Workers` counts the deaths and sets the limit.
+            # Ray restarts dead actors without limit. `Workers` counts the deaths and sets the limit.
             actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
             next_line_at = 0.0
             with contextlib.closing(Workers(loaded, shared, control)) as group:
@@ -215,7 +214,7 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
 
 @contextlib.contextmanager
 def _shared_path(output: str) -> Iterator[SharedPath]:
-    """Yield the paths that the workers check. The mark file exists during the block.
+    """Yield the paths that the workers check. The mark file exists until the block ends.
 
     `output` is the job's output path. Raises OutputError if the mark file cannot be written, and JobError if
     Ray would delete the results together with its copy of the working directory.
@@ -247,7 +246,7 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
 
 
 class Workers:
-    """The workers of a job. Ray starts a worker, and restarts a dead worker, as soon as a node has room."""
+    """The workers of a job. Ray starts and restarts them as soon as a node has room."""
 
     def __init__(self, job: Job, shared: SharedPath, control: Control) -> None:
         self._job = job
@@ -255,15 +254,13 @@ class Workers:
         self._control = control
         control.stage = "sending"
         self._deaths = 0
-        """Number of deaths of all workers together. After MOST_DEATHS, a dead worker is not restarted."""
         self._actors: dict[Any, tuple[Any, Any]] = {}
-        """Actor of each running worker, by the Ray reference of its report. The second item of each value is
-        a reference that becomes ready when the actor runs.
-        """
+        """Actor of each running worker, by the Ray reference of the worker's report. The second item of each
+        value is a reference that becomes ready when the actor runs."""
         self._stop_reason: tuple[str, int] | None = None
         """Reason why the workers must stop, and their exit code; None while they may go on."""
         self.error: BatchrunError | None = None
-        """Error of the first worker that failed, or of a later one with a higher exit code."""
+        """Error of the first worker that failed, replaced by a later one with a higher exit code."""
         self.last: Report | None = None
         """Report of the worker that ended last; None if no worker has ended."""
 
@@ -287,7 +284,7 @@ class Workers:
             except RayTaskError as failure:
                 self._record_failure(failure.cause)
             except RayError as failure:
-                # The actor, its process or its node is gone or unreachable.
+                # The actor, its process or its node is dead or unreachable.
                 if isinstance(failure, ActorUnavailableError):
                     # Ray does not know yet whether the actor died.
                     time.sleep(TIMING.ray_poll)
@@ -295,11 +292,11 @@ class Workers:
                     self._deaths += 1
                 if self._stop_reason is None and self._deaths <= MOST_DEATHS:
                     log.warning("a worker died and is restarted: %s", _first_line(failure))
-                    # Ray itself restarts the actor behind this handle (`max_restarts`).
+                    # Ray restarts the actor behind this handle (`max_restarts`).
                     self.start(actor)
                     continue
                 self._record_failure(failure)
-            # The worker has ended for good. Killing its actor frees the cores and GPUs.
+            # The worker has ended for good. Killing its actor frees its cores and GPUs.
             ray.kill(actor)
         self._stop_if_over()
         return bool(self._actors) and not self._control.at_once
@@ -319,18 +316,18 @@ class Workers:
                 f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
                 hint="see its log (`ray logs`) and run the same command again: it resumes",
             )
-        # Log the error only if the command does not end with it, because the command prints the error with
-        # which it ends: that of the last worker, or that of an invalid job.
+        # The command prints the error with which it ends: that of the last worker, or that of an invalid job.
+        # Any other error is logged here.
         if self._actors and cause.exit_code != EXIT_WRONG:
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
-            # The error of an invalid job takes precedence over a lost engine.
+            # The error of an invalid job takes precedence over that of a lost engine.
             self.error = cause
 
     def _stop_if_over(self) -> None:
         """Stop the workers if the run is over or a signal asks for a stop.
 
-        Workers let their rows in flight finish. Workers that Ray has not placed on a node yet are killed.
+        Workers let their rows in flight finish. Those that Ray has not placed on a node yet are killed.
         """
         if self._stop_reason is None:
             if self._control.reason is not None:
@@ -350,9 +347,8 @@ class Workers:
     def _is_over(self) -> bool:
         """Tell whether no rows remain, the job is invalid, or a limit of the job is reached.
 
-        A worker may end while other workers lease all remaining rows. The run is not over then, whatever the
-        worker's exit code is: one of the others may have died meanwhile, so that its rows can be leased
-        again.
+        If a worker ends because other workers have leased all remaining rows, the run is not over: one of
+        them may die, and its rows can be leased again.
         """
         if self.error is not None and self.error.exit_code == EXIT_WRONG:
             return True
@@ -361,13 +357,11 @@ class Workers:
             return False
         if not last.rows_left:
             return True
-        # The worker sent rows, but left some of the rows that it had leased, because a limit of the job
-        # stopped it.
+        # If the worker sent rows but left some of its own, a limit of the job has stopped it.
         return last.wall_s > 0 and last.rows_left > last.rows_of_others
 
 
 def _is_ready(reference: Any) -> bool:
-    """Tell whether the result of a Ray reference is available."""
     return bool(ray.wait([reference], timeout=0)[0])
 
 
@@ -378,7 +372,7 @@ def _report(group: Workers, path: str, control: Control) -> Report:
     """
     try:
         report: Report | None = report_of_all(path)
-    # No worker has started the run, so there are no files of it.
+    # No worker has started the run, so the run has no files.
     except OutputError:
         report = None
     if control.reason is not None and (report is None or report.rows_left):
@@ -401,9 +395,9 @@ def _report(group: Workers, path: str, control: Control) -> Report:
 
 
 def _first_line(failure: Any) -> str:
-    """Return the message of an error of Ray as one line of at most 300 characters.
+    """Return the message of a Ray error as one line of at most 300 characters.
 
-    Lines that begin with a tab are left out, because they have only the IDs of the actor.
+    Lines that begin with a tab are left out, because they have only IDs of the actor.
     """
     lines = (line for line in str(failure).splitlines() if not line.startswith("\t"))
     return " ".join(" ".join(lines).split())[:300]

@@ -1,4 +1,4 @@
-"""Comparison of several runs: their figures, the settings that differ, and the answers of the same rows."""
+"""Compares several runs: their figures, the settings that differ, and the answers to the same rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerComparison:
-    """The answers of the rows that two runs share."""
+    """A comparison of the answers of two runs to the same rows."""
 
     first: str
     """Output path of the first run."""
@@ -91,7 +91,6 @@ class RunComparison:
     """Figures, settings and answers of several runs side by side."""
 
     reports: list[Report]
-    """Report of each run."""
     settings: dict[str, list[Any]]
     """Settings that differ, with the value in each run; None if a run does not set the field."""
     answers: list[AnswerComparison]
@@ -149,7 +148,6 @@ def compare(runs: Sequence[str | Path]) -> RunComparison:
 
 
 def _figure(name: str, value: float) -> str:
-    """Return a figure of a report as text."""
     if name == "wall_s":
         return duration(value)
     return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
@@ -196,7 +194,7 @@ def _compare_answers(run_dirs: Sequence[RunDir], contents: Sequence[Mapping[str,
 
     first, second = run_dirs
     pair: dict[str, Any] = {"first": first.name, "second": second.name}
-    # One input may be the other one with more files at its end. Rows of the common files then have the same
+    # One input may be the other one with more files at its end. Rows of the common files have the same
     # positions, so only the common files must be equal.
     digests = [[file["digest"] for file in content["fingerprint"]["files"]] for content in contents]
     if any(before != after for before, after in zip(*digests, strict=False)):
@@ -221,9 +219,8 @@ def _compare_answers(run_dirs: Sequence[RunDir], contents: Sequence[Mapping[str,
 def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path]) -> bool:
     """Load the outputs of a run into a table of DuckDB; return False if the run has no outputs.
 
-    The table has for each row the shortened output, a hash of the whole output, and whether the row is ok. A
-    row that is in two files is loaded once, and so is one with several results (rollouts), which have the
-    same output.
+    For each row, the table has the shortened output, a hash of the whole output, and whether the row is ok.
+    Each row is loaded once, even if it has several results. All of them have the same output.
     """
     schema = pq.read_schema(parts[0])
     if "output" not in schema.names or "error" not in schema.names:
@@ -232,7 +229,7 @@ def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path
     connection.register(
         "parts", pads.dataset([str(part) for part in parts], schema=columns, format="parquet")
     )
-    # GROUP BY loads each row once. All results of a row have the same output, so any of them is taken.
+    # GROUP BY loads each row once. All results of a row have the same output.
     connection.execute(
         f"""CREATE TABLE {name} AS
             SELECT row, any_value(hash(output)) AS digest,
@@ -244,7 +241,7 @@ def _load(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path
 
 
 def _counts(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
-    """Count rows of the tables `first` and `second` for each field of AnswerComparison that is a count."""
+    """Count the rows of the tables `first` and `second`, for the fields of AnswerComparison."""
     conditions = {
         "rows": "true",
         "same": "first.ok AND second.ok AND first.digest = second.digest",
@@ -253,7 +250,7 @@ def _counts(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
         "failed_in_second_only": "first.ok AND NOT second.ok",
         "failed_in_both": "NOT first.ok AND NOT second.ok",
     }
-    # One query counts the rows of all conditions, among the rows that both runs have.
+    # One query counts the rows for all conditions.
     counts = ", ".join(f"count(*) FILTER ({condition})" for condition in conditions.values())
     numbers = connection.execute(f"SELECT {counts} FROM first JOIN second USING (row)").fetchone()  # noqa: S608
     return dict(zip(conditions, numbers or (), strict=True))

@@ -1,4 +1,4 @@
-"""The command `batchrun merge`: it merges the results of a run, and reports on the whole run."""
+"""`batchrun merge`: merges the results of a run, and reports on the whole run."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -53,10 +53,10 @@ class Report:
     rows_resumed: int = 0
     """Number of rows that were done before this start."""
     rows_of_others: int = 0
-    """Number of rows of the run that this worker has not leased. Other workers may have leased or finished
+    """Number of rows of the run that this worker has not taken. Other workers may have taken or finished
     them."""
     wall_s: float = 0.0
-    """Seconds from the moment when the engine is ready to the end of the last row."""
+    """Seconds from the time when the engine is ready to the end of the last row."""
     wall_s_all_starts: float = 0.0
     """`wall_s` summed over all starts."""
     starts: int = 1
@@ -153,8 +153,7 @@ class Report:
         lines += self._engine_lines()
         lines += self._check_lines()
         truncated = self.finish_reasons.get("length", 0)
-        # If rows have several outputs, more outputs than rows may be truncated, and the first line counts
-        # only rows.
+        # Rows with several outputs may have more truncated outputs. The first line counts only rows.
         if truncated > self.rows_cut:
             outputs = counted(truncated, "output")
             lines.append(f"{outputs} truncated at max_new_tokens (finish_reason length)")
@@ -173,7 +172,7 @@ class Report:
         return lines
 
     def _outcome(self) -> str:
-        """Return the first line: the reason why the run ended, and the numbers of rows by state."""
+        """Return the first line: why the run ended, and the numbers of rows by state."""
         details = []
         if self.rows_cut:
             details.append(f"{self.rows_cut:,} truncated at max_new_tokens")
@@ -188,7 +187,7 @@ class Report:
         if self.rows_resumed:
             counts.append(f"{self.rows_resumed:,} were done before")
         if self.rows_left:
-            # This worker has sent all rows that it could lease.
+            # This worker has sent all rows that it could take.
             if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:
                 hint = " to other workers"
             else:
@@ -233,7 +232,7 @@ class Report:
 
 
 def save_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
-    """Write report.json on this machine, then publish the file in the run's store; raises StorageError."""
+    """Write report.json on this machine and, if the run is in an object store, there. Raises StorageError."""
     write_json(run_dir.report_json, report)
     with writing(run_dir.report_json):
         run_dir.store.publish(run_dir.report_json)
@@ -257,7 +256,7 @@ def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row
 def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -> Report:
     """Return a report with the counts of rows from earlier starts (`done`) and from this one (`tally`).
 
-    `total` is the number of rows of the run. The caller adds the other fields.
+    `total` is the number of rows of the run. The caller sets the other fields.
     """
     earlier = done.counts
     return Report(
@@ -296,14 +295,13 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     done = done_by_all(run_dir)
     # A row that is in two result files counts once.
     counts = replace(done.counts, ok=len(done.answered))
-    # All starts together are reported as one start, before which no row was done.
+    # All starts together are reported as one, with no row done before it.
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     end = RunEnd(
         rows_total=report.rows_total,
         rows_failed=report.rows_failed,
         max_failed_rows=max_failed_rows_of(facts),
         rows_left=report.rows_left,
-        # The stop counts only if rows remain.
         stop=RunVerdict(EXIT_STOPPED, "not finished"),
     )
     exit_code, reason, next_step = verdict_of(end)
@@ -324,7 +322,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
 
 
 def versions(info: EngineInfo) -> dict[str, str | None]:
-    """Return the versions of the software that made the results of a run; None if unknown."""
+    """Return the versions of the software that produces the results; None if unknown."""
     return {
         "python": platform.python_version(),
         "engine": info.version,

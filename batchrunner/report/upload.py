@@ -1,4 +1,4 @@
-"""Uploads the merged results of a run, with a README card, to an object store or the Hugging Face Hub."""
+"""Uploads a run's merged results and a dataset card to an object store or the Hugging Face Hub."""
 
 import json
 import re
@@ -19,7 +19,7 @@ HUB = "hf://datasets/"
 """Beginning of the URI of a dataset on the Hub, before OWNER/NAME."""
 _HUB_DATASET = re.compile(rf"{HUB}[^/]+/[^/]+/?")
 CARD = "README.md"
-"""Name of the card, which the Hub shows as the page of a dataset."""
+"""File name of the dataset card, which the Hub shows as the page of a dataset."""
 
 
 def is_remote(destination: str) -> bool:
@@ -39,11 +39,10 @@ def check_destination(destination: str) -> None:
 
 
 def upload(run_dir: RunDir, report: Report, destination: str, *, force: bool) -> None:
-    """Upload the merged dataset of a run and its card.
+    """Upload the merged results of a run, with a dataset card.
 
-    With `force`, the dataset at the destination is replaced.
-
-    Raises OutputError if the destination is not empty, is malformed or refuses the upload, and StorageError.
+    With `force`, the dataset at the destination is replaced. Raises OutputError if the destination is not
+    empty, is malformed or refuses the upload, and StorageError.
     """
     files = {f"data/{file.name}": file for file in sorted(run_dir.merged.glob("*.parquet"))}
     card = card_of(require_run_json(run_dir), report).encode()
@@ -55,7 +54,7 @@ def upload(run_dir: RunDir, report: Report, destination: str, *, force: bool) ->
 
 
 def card_of(content: Mapping[str, Any], report: Report) -> str:
-    """Return the card of a run in Markdown, with its model, prompt and settings from run.json (`content`)."""
+    """Return a dataset card in Markdown, with model, prompt and settings from run.json (`content`)."""
     job, versions = content["job"], content["versions"]
     sections = {
         "Prompt": job.get("prompt", {}),
@@ -91,7 +90,7 @@ def _upload_to_store(address: StoreAddress, files: Mapping[str, Path], card: byt
 
     objects = RunObjects(address, StorageSpec())
     with writing(Path(str(address)), OutputError):
-        # All objects count here, also those that the upload would replace.
+        # All objects count here, including those that the upload would replace.
         stored = {each.name for each in objects.below()}
         if stored and not force:
             raise OutputError(f"{address}: is not empty", hint="give --force to replace what is in it")

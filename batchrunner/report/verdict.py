@@ -9,7 +9,7 @@ from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED, B
 from batchrunner.job.spec import LimitsSpec
 
 GO_ON = "run the same command again"
-"""Next step after most ends of a run that left rows."""
+"""What to do after most runs that ended with remaining rows."""
 
 
 class RunVerdict(NamedTuple):
@@ -36,7 +36,6 @@ class RunEnd:
     """Facts about the end of one start of a run, from which `verdict_of` derives the exit code."""
 
     rows_total: int
-    """Number of rows of the run."""
     rows_failed: int
     """Number of failed rows of the run, as far as this worker knows them."""
     max_failed_rows: float
@@ -44,11 +43,11 @@ class RunEnd:
     rows_left: int = 0
     """Number of rows without a result among those that this worker was to send."""
     rows_unheld: int = 0
-    """Number of rows without a result that are not in `rows_left`, and that no running worker has leased."""
+    """Number of further rows without a result that no running worker has taken."""
     rows_lost: int = 0
     """Number of rows that are in no result file, although all workers of the run have ended."""
     rows_held: int = 0
-    """Number of rows without a result that other running workers have leased."""
+    """Number of rows without a result that other running workers have taken."""
     was_empty: bool = False
     """Whether no row remained to be sent when this start began."""
     is_sample: bool = False
@@ -69,14 +68,13 @@ class RunEnd:
 def verdict_of(end: RunEnd) -> RunVerdict:
     """Return the exit code of one start of a run, and the reason why it ended.
 
-    If several reasons apply, the first one in the order of this function counts.
+    If several reasons apply, the one that is checked first counts.
     """
     if end.failure is not None:
         # The text of an error may have its hint already.
         next_step = "" if end.failure.hint in str(end.failure) else end.failure.hint
         return RunVerdict(end.failure.exit_code, str(end.failure), next_step)
-    # Rows remain that this worker has leased, or that no running worker has leased. A requested stop counts
-    # only in this case.
+    # Rows remain that this worker has taken, or that nobody has. Only then does a requested stop count.
     if end.rows_left or end.rows_unheld:
         return _incomplete(end) if end.stop is None else end.stop
     if end.added_files:
@@ -98,12 +96,12 @@ def verdict_of(end: RunEnd) -> RunVerdict:
         end.rows_failed, rows_total=end.rows_total, max_failed_rows=end.max_failed_rows
     ):
         return RunVerdict(EXIT_FAILED_ROWS, f"done, but {failed_rows}")
-    # `rows_held` counts the remaining rows that other running workers have leased.
+    # `rows_held` are rows that other running workers do.
     return NOTHING_FREE if end.was_empty and end.rows_held else DONE
 
 
 def _incomplete(end: RunEnd) -> RunVerdict:
-    """Return the verdict on a start that left rows for a later start, although no stop was requested."""
+    """Return the exit code and the reason for a start that left rows, although no stop was requested."""
     if end.rows_left:
         return SAMPLE_DONE if end.is_sample else STOPPED
     rows = f"{end.rows_unheld:,} rows remain that no running worker has leased"

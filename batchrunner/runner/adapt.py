@@ -1,14 +1,16 @@
-"""Flag tuning during a run: launched servers change flags step by step, by the rules of `batchrun advise`.
+"""Flag tuning during a run: its servers change flags step by step, by the rules of `batchrun advise`.
 
-After a window (at least 30 s of steady work), the advice for a server names a step: flags to change. The
+After at least 30 s of steady work (a window), the advice for a server names a step: flags to change. The
 first step changes all flags that the advice names, since a restart costs the same for one flag and for
-several. A step is worth a restart if its gain over the remaining time is more than three times the cost of
-the restart. Then one server restarts with the step. Its output tokens/s are compared with its earlier rate,
-and with the change of the other servers' rates. The lengths of rows may change in between, so the rate that
-includes prompt tokens has to agree. If the step gains, it is kept, and the other servers follow one by one.
-If it loses, it is undone if that is worth another restart, and later each of its rules is tried alone. All
-results are remembered for later jobs. This module reads no clock, because each load sample comes with its
-time.
+several. A step is tried if its gain over the remaining time is more than three times the cost of the restart.
+
+One server restarts with the step. Its output tokens/s are compared with its earlier rate, and with the change
+of the other servers' rates. The lengths of rows may change in between, so the rate that includes prompt
+tokens has to agree. If the step gains, it is kept, and the other servers follow one by one. If it loses, it
+is undone if that is worth another restart. Later each of its rules is tried alone. All results are remembered
+for later jobs.
+
+This module reads no clock, because each load sample comes with its time.
 """
 
 import asyncio
@@ -33,11 +35,11 @@ from batchrunner.tuning.memory import FlagMemory
 log = logging.getLogger(__name__)
 
 GAIN_TO_COST = 3.0
-"""A restart pays off if the time it saves until the end of the run exceeds this multiple of the time it
-costs."""
+"""A restart pays off if it saves at least this many times the time that it costs, until the end of the run.
+"""
 MOST_WINDOWS = 4
-"""Maximum length of a trial, in windows. Each window is extended by the mean time in flight of a row. At this
-length the trial ends even if it had too little steady work."""
+"""Maximum length of a trial of new flags, in measuring windows. A window is TIMING.adapt seconds plus the
+mean time in flight of a row. The trial then ends even if it had too little steady work."""
 
 
 def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
@@ -52,12 +54,12 @@ def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptatio
 
 
 class Adaptation:
-    """The flag tuning of one run. Each load sample of the run resumes the generator `_tune`."""
+    """Tunes the flags of a run's servers. Each load sample of the run resumes the generator `_tune`."""
 
     def __init__(
         self, servers: Mapping[SGLangServer, ServerWatch], memory: FlagMemory, ends_at: float
     ) -> None:
-        """Tune the flags of `servers`. Each server comes with the watch that measures its speed.
+        """Tune the flags of `servers`, each given with the watch that measures its speed.
 
         Gains are stored in `memory` for later runs. `ends_at` is the deadline of the run on the monotonic
         clock; it is infinite without a deadline.
@@ -70,12 +72,12 @@ class Adaptation:
         self._now: float
         """Time of the newest load sample, in seconds of the monotonic clock."""
         self._work = self._tune()
-        """The tuning; it waits for the next load sample at each `yield`."""
+        """The generator that tunes; it waits for the next load sample at each `yield`."""
 
     async def take(self, sample: RunSample, now: float) -> None:
         """Process a load sample, read at `now` on the monotonic clock.
 
-        The server logs and part files are read in a thread. Await this call before the call with the next
+        The server logs and result files are read in a thread. Await this call before the call with the next
         sample.
         """
         self._sample, self._now = sample, now
@@ -85,7 +87,7 @@ class Adaptation:
         next(self._work)
 
     def stop(self) -> None:
-        """Forbid further restarts, because the run stops."""
+        """Restart no more servers, because the run stops."""
         for server in self._servers:
             server.stay()
 
@@ -94,12 +96,12 @@ class Adaptation:
         while True:
             yield from self._measure_window()
             for server, watch in self._servers.items():
-                # A server that has worked for a whole window keeps its flags, even if it dies later.
+                # A server that has worked for a whole window keeps its flags even if it dies later.
                 server.keep()
                 step = None if server.lost else self._next_step(server, watch)
                 if step is not None:
                     yield from self._try(server, step)
-                    # The rates have changed, so the next step needs another window.
+                    # The rates have changed, so they are measured again before the next step.
                     break
 
     @property
@@ -110,7 +112,7 @@ class Adaptation:
     def _measure_window(self, most_s: float = math.inf) -> Iterator[None]:
         """Wait until all servers are up, then until each has had TIMING.adapt seconds of steady work.
 
-        `most_s` limits the wait after all servers are up for the first time, in seconds.
+        `most_s` is the maximum wait, in seconds, after all servers are up for the first time.
         """
         ends_at = math.inf
         while True:
@@ -119,7 +121,7 @@ class Adaptation:
             ends_at = min(ends_at, self._now + most_s)
             for watch in self._servers.values():
                 watch.begin()
-            # If a server starts again, the measurement begins anew.
+            # If a server restarts, the measurement begins anew.
             while self._is_calm:
                 yield
                 if self._has_full_window or self._now > ends_at:
@@ -133,13 +135,13 @@ class Adaptation:
 
     @property
     def _life_s(self) -> float:
-        """Mean seconds from sending a row to its end, by Little's law: rows in flight / rows per second."""
+        """Mean time in flight of a row, in seconds: rows in flight / rows per second (Little's law)."""
         return self._sample.in_flight / max(self._sample.rows_per_s, 1e-9)
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
-        """Return the first step that pays; None if none does.
+        """Return the first change of flags that is worth a restart; None if none is.
 
-        The first step combines all rules that give advice. The further steps have one rule each.
+        The first one follows all rules that give advice. The others follow one rule each.
         """
         steps = steps_for(watch.situation, self._memory.gains, server.may_change)
         return next((step for step, gain in steps if self._pays(server, gain)), None)
@@ -147,24 +149,24 @@ class Adaptation:
     def _pays(self, server: SGLangServer, gain: float) -> bool:
         """Tell whether a gain (a fraction of the present speed) is worth a restart of a server now."""
         sample = self._sample
-        # A restart first drains the server, and then starts it. The drain takes about as long as a row is in
-        # flight, but at most as long as a start.
+        # A restart waits for the rows in flight, but at most as long as a start takes. Then it starts the
+        # server.
         cost_s = server.start_s + min(server.start_s, self._life_s)
         remaining_s = min(sample.time_left_s or 0.0, self._ends_at - self._now)
-        is_tail = sample.unsent <= sample.window  # A restart would only delay the last rows.
+        is_tail = sample.unsent <= sample.window  # near the end, a restart only delays the last rows
         return self._is_calm and not is_tail and gain * remaining_s > GAIN_TO_COST * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
-        """Try a step with one server. Then restart the other servers with the step too, or undo the step."""
+        """Try new flags with one server. Then restart the other servers with them too, or undo them."""
         old_args = server.adapted
         new_args = {**old_args, **step.args}
         rates_before = self._rates()
         server.adapt(new_args, step.why)
         yield from self._measure_window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
-        # From now on, a death of the server does not revert its flags.
+        # From now on, the server keeps its flags even if it dies.
         server.keep()
-        # A server that failed to start with the new flags has other flags now. That counts as a loss of all
-        # speed.
+        # If the server has other flags now, it failed to start with the new ones. That counts as a loss of
+        # all speed.
         has_new_args = server.adapted == new_args
         gain = self._gain(server, rates_before) if has_new_args else -1.0
         is_good = gain >= LEAST_GAIN
@@ -186,7 +188,7 @@ class Adaptation:
         why = f"{command_line(step.args)}: {speed}: {outcome}"
         log.warning("%s: %s", server.name, why)
         server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
-        # Restart one server at a time. A later restart must still pay off in the time that remains by then.
+        # Restart one server at a time. Each restart must still pay off in the remaining time.
         for restarted, args in restarts.items():
             if self._pays(restarted, abs(gain)):
                 restarted.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
@@ -199,7 +201,7 @@ class Adaptation:
         return {server: watch.rates for server, watch in self._servers.items() if all(watch.rates)}
 
     def _gain(self, server: SGLangServer, rates_before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
-        """Return the gain of a server's speed relative to the other servers; 0 if the gain is unclear."""
+        """Return a server's gain in speed, relative to the other servers; 0 if it is unclear."""
         rates = self._rates()
         ratios: dict[SGLangServer, list[float]] = {}
         for each in rates.keys() & rates_before.keys():

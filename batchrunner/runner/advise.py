@@ -1,4 +1,4 @@
-"""`batchrun advise`: reads a log or a run, or watches a server, and applies the rules of the advice."""
+"""`batchrun advise`: reads a server's log or a run, or watches a server, and advises on its flags."""
 
 from pathlib import Path
 
@@ -34,14 +34,14 @@ def advise(
     situation = _read(source, span_s)
     situation.facts.card = card or situation.facts.card
     situation.facts.config = config_of(situation.facts)
-    # Asking an interpreter for its flags takes seconds, so this is done only if the advice names flags.
+    # Asking an interpreter for SGLang's flags takes seconds, so this is done only if the advice names flags.
     names_flags = any(advice.args for advice in apply_all(situation, Flags()))
     flags = _flags(situation, python, ask=names_flags)
     return AdviceReport(hidden(source), situation, apply_all(situation, flags), flags)
 
 
 def _read(source: str, span_s: float) -> Situation:
-    """Return the situation of a server, from its URL, the output path of a run or a log file."""
+    """Return the load and the setup of a server, from its URL, a run's output path or a log file."""
     if source.startswith(("http://", "https://")):
         return watch_server(source, span_s)
     if store_address(source):
@@ -59,10 +59,10 @@ def _read(source: str, span_s: float) -> Situation:
 
 
 def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:
-    """Return the flags of the server's SGLang version; without names if they are unknown.
+    """Return the flags that the server's SGLang version has; empty if unknown.
 
-    With `ask`, an interpreter (`python`) is asked for the flags of its SGLang if the source does not have
-    them.
+    With `ask`, and if the source does not name them, the interpreter `python` is asked for the flags of its
+    SGLang.
     """
     facts = situation.facts
     if facts.arguments:

@@ -17,14 +17,14 @@ from batchrunner.runner.foreground import run_in_foreground
 
 @dataclass(frozen=True, slots=True)
 class BatchRun:
-    """Result of running a batch file."""
+    """Result of running an OpenAI batch file."""
 
     report: Report
     results: Path
     errors: Path | None
     """File for lines that failed; None if they are written to `results` too."""
     is_published: bool
-    """Whether the results are written, because all lines are done."""
+    """Whether all lines are done, and the results are written."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -36,10 +36,9 @@ class BatchRun:
 
     def lines(self) -> list[str]:
         """Return the result as lines for a person."""
-        lines = self.report.lines()[:-1]  # The report's last line names the part files, not the results.
+        lines = self.report.lines()[:-1]  # the report's last line names the part files
         if not self.is_published:
-            # With an exit code of 0, the results are missing only because other workers still send rows of
-            # the shared run.
+            # Exit code 0 without results: other workers still send rows of the shared run.
             is_stopped = self.report.exit_code != 0
             writer = (
                 "the attempt that finishes the last line" if is_stopped else "the last worker that finishes"
@@ -51,7 +50,7 @@ class BatchRun:
 
 @contextlib.contextmanager
 def _named_by_option() -> Iterator[None]:
-    """Replace `output.path` by `--output` in the messages of errors, because the command has no job file."""
+    """Say `--output` instead of `output.path` in error messages, because the command has no job file."""
     try:
         yield
     except BatchrunError as failure:
@@ -89,10 +88,10 @@ def run_batch(
 
 
 def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bool) -> None:
-    """Raise OutputError if two files are the same, or if a file of another origin would be overwritten.
+    """Raise OutputError if two of the files are the same, or if a foreign file would be overwritten.
 
-    `written` are the files of results and errors. Existing ones may be overwritten with `fresh`, or if the
-    run of this batch exists.
+    `written` are the files for results and errors. They may be overwritten with `fresh`, or if the run of
+    this batch exists.
     """
     other_files = {Path(requests).expanduser().resolve()}
     for path in written:

@@ -35,14 +35,15 @@ from batchrunner.sglang.model_files import check_model
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
-"""Maximum number of rows that are rendered to find rows that cannot be sent; a batch file has no maximum."""
+"""Maximum number of rows for which the check builds the prompt, to find rows that cannot be sent. A batch
+file has no maximum."""
 PROMPT_CHARACTERS = 2000
 """Maximum number of characters of a prompt that `batchrun check` shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The work of a start, and the prompts that it would send."""
+    """The rows that a run would send, and its first prompts."""
 
     files: int
     """Number of input files."""
@@ -51,26 +52,26 @@ class Check:
     rows_total: int
     """Number of rows that `input.filter` and `input.limit` select."""
     rows_done: int
-    """Number of rows that earlier starts finished, including failed rows."""
+    """Number of rows that earlier starts of the run finished, including failed rows."""
     rows_failed: int
     """Number of rows in `rows_done` that ended with an error."""
     rows_to_do: int
-    """Number of rows that a start would send."""
+    """Number of rows that a start of the run would send."""
     order: OrderDecision
     """Order in which rows are sent, and the reason for it."""
     prompts: list[dict[str, Any]]
     """First three prompts, each with `row`, `kind`, `prompt`, and `error` if the row cannot be sent."""
     rows_looked_at: int
-    """Number of rows that were rendered as a trial: the first 1,000, or all rows of a batch file."""
+    """Number of rows whose prompts were built as a trial: the first 1,000, or all rows of a batch file."""
     rows_not_sendable: int
     """Number of rows in `rows_looked_at` that cannot be sent, for example because the prompt is empty."""
     not_sendable: list[dict[str, Any]]
-    """Reasons for which rows cannot be sent, the most frequent first: `rows`, `example_row`, `example`."""
+    """Reasons why rows cannot be sent, the most frequent first. Fields: `rows`, `example_row`, `example`."""
     not_looked_at: str | None
     """Part of the job that only a start can check, such as a model whose files are not on this machine; null
     if everything was checked."""
     warnings: list[str]
-    """Warnings about prompts that can be sent but may give worse answers, because a token begins them
+    """Warnings about prompts that can be sent but may give worse answers, because their first token comes
     twice."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Check:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the result as lines for a person."""
+        """Return the result as lines of text for a person."""
         rows = counted(self.rows_in_input, "row")
         lines = [
             f"input: {rows} in {counted(self.files, 'file')}, {self.rows_total:,} selected",
@@ -101,7 +102,7 @@ class Check:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 3 if no rendered row can be sent, as if a run had failed all rows."""
+        """Exit code of the command: 3 if no checked row can be sent, as if a run had failed all rows."""
         return EXIT_FAILED_ROWS if 0 < self.rows_looked_at == self.rows_not_sendable else EXIT_DONE
 
     @property
@@ -118,12 +119,12 @@ class Check:
 
 
 def check(job: str, overrides: Sequence[str]) -> Check:
-    """Check a job file or a batch file. Raises BatchrunError, with a message of one line, for a fault."""
+    """Check a job file or a batch file. Raises BatchrunError, with a message of one line, if it is wrong."""
     file_format = known_format(job)
-    # A file with the ending .json may be a job, but one with another ending of JSON Lines is a batch file.
+    # A .json file may be a job. A file with another ending of JSON Lines is a batch file.
     is_batch = file_format is not None and file_format.kind == "JSON Lines" and file_format.ending != ".json"
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
-        if is_batch:  # A batch file names no engine, and a check sends nothing, so the engine is simulated.
+        if is_batch:  # a batch file names no engine, and a check sends nothing
             loaded = job_of_batch(job, f"{scratch}/run", engine=["simulated"], overrides=overrides)
         else:
             loaded = load_job(job, overrides=overrides)
@@ -135,19 +136,19 @@ def check(job: str, overrides: Sequence[str]) -> Check:
 
 
 def _check(prepared: PreparedJob) -> Check:
-    """Render the first rows to send, or all rows of a batch file, and return the result of the check."""
+    """Build the prompts of the first rows, or of all rows of a batch file; return the result of the check."""
     loaded = prepared.job
     check_resumes(prepared, model_of(loaded.engine))
     stored = read_done(prepared.run_dir)
     plan = plan_run(StartOptions(), RunState.of(prepared.selected(), stored))
-    rows_to_render = plan.rows or plan.selected  # If all rows are done, their prompts are shown all the same.
+    rows_to_render = plan.rows or plan.selected  # if all rows are done, their prompts are shown all the same
     items = (item for batch in prepared.batches(rows_to_render) for item in batch)
     model = PromptCheck(loaded)
     failures, first_prompts, looked_at = Failures(), list[dict[str, Any]](), 0
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
         prompt = _prompt_of(item, model)
         if loaded.prompt.rollout:
-            # The prompts come from the rollout's function, which does not run here, so the row itself is
+            # The prompts of a rollout come from its function, which does not run here. So the row itself is
             # shown.
             prompt["kind"] = "row"
         looked_at += 1
@@ -184,19 +185,19 @@ def _prompt_of(item: Request | Outcome, model: PromptCheck) -> dict[str, Any]:
 
 
 def _refusal(request: Request, model: PromptCheck) -> str | None:
-    """Return the reason for which a run would not send a row; None if there is none.
+    """Return why a run would not send a row, or None.
 
     Reasons that only the engine knows are not found.
     """
     try:
         refuse_invalid(request)
-        wire.refuse_deadly(request, None)  # Some values crash an SGLang server.
+        wire.refuse_deadly(request, None)  # some values would crash an SGLang server
         if isinstance(request.prompt, RequestBody):
             body = orjson.loads(request.prompt.content)
         else:
             body = wire.body_of(request)
             # Raises RowRefusedError if the body cannot be written as JSON. A simulated engine gets no JSON,
-            # so there every value passes.
+            # so it accepts every value.
             wire.bytes_of(body, default=str if model.engine == "simulated" else None)
         if wire.path_of(request) == CHAT_PATH:
             model.refuse_failing_chat(body)

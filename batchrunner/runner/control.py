@@ -1,4 +1,4 @@
-"""Stops a run on a signal, at a limit of the job, or for its caller: gently (drain) or at once (stop)."""
+"""Stops a run gently (drain) or at once (stop): on a signal, at a limit of the job, or for its caller."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ class Control:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        """Reason for which the run must stop; None as long as it may go on."""
+        """Why the run must stop; None as long as it may go on."""
         self.exit_code = EXIT_STOPPED
         """Exit code of the command if the run must stop."""
         self.next_step = GO_ON
-        """What the user should do if the run stops and rows remain; empty if `reason` says so already."""
+        """What the user should do if rows remain; empty if `reason` says it."""
         self.at_once = False
         """Whether requests in flight must be cancelled too."""
         self.stage: Literal["starting", "sending", "ending"] = "starting"
@@ -44,7 +44,7 @@ class Control:
         flight, so a stop need not wait for rows."""
         self._listeners: list[Callable[[], object]] = []
         self._stopped = threading.Event()
-        """Set at a request to stop. It ends `sleep`, which threads call."""
+        """Set at a request to stop. It wakes threads in `sleep`."""
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED, *, next_step: str = GO_ON) -> None:
         """Ask the run to send no more rows and to let requests in flight end.
@@ -66,7 +66,7 @@ class Control:
     def listening(self, listener: Callable[[], object]) -> Iterator[None]:
         """Call `listener` at each request to stop while the block runs.
 
-        If the run was asked to stop before, call `listener` now.
+        If there was such a request before, call it at once.
         """
         self._listeners.append(listener)
         if self.reason is not None:
@@ -81,8 +81,8 @@ class Control:
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
         error.exit_code = self.exit_code
         if self.stage == "starting" and self.exit_code == EXIT_TIME_UP:
-            # EXIT_TIME_UP makes an array task of Slurm requeue itself. If the engine never started in time,
-            # the task would requeue itself for ever.
+            # EXIT_TIME_UP makes a Slurm task requeue itself. If the engine never starts in time, that would
+            # go on for ever.
             error.exit_code = EXIT_STOPPED
         self.stage = "ending"
         return error
@@ -93,7 +93,7 @@ class Control:
         Raises BatchrunError, whose message ends with `when`, if the work is cancelled.
         """
         working = asyncio.ensure_future(work)
-        stopped = asyncio.get_running_loop().create_future()  # A request to stop cancels this future.
+        stopped = asyncio.get_running_loop().create_future()  # a request to stop cancels this future
         ends: set[asyncio.Future[Any]] = {working, stopped}
         try:
             with self.listening(stopped.cancel):
@@ -107,13 +107,13 @@ class Control:
             await asyncio.gather(working, return_exceptions=True)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, in a thread of a run that sends no rows yet. Raises BatchrunError once the run must stop."""
+        """Sleep, in a thread, before rows are sent. Raises BatchrunError once the run must stop."""
         if self._stopped.wait(seconds):
             raise self.interrupted("before the first row was sent")
 
     def check(self) -> None:
         """Raise BatchrunError if the run must stop before the first row is sent."""
-        # `sleep` would be slow for each row, so it is called only after a request to stop.
+        # `sleep` would be slow if called for each row.
         if self._stopped.is_set():
             self.sleep(0)
 
@@ -146,12 +146,11 @@ SIGNALS = {
 
 @dataclass(slots=True)
 class RunSignals:
-    """Stops a run on signals: the first signal drains the run, and a second SIGINT stops it at once.
+    """Stops a run on signals: gently on the first signal, and at once on a second SIGINT.
 
-    If the run is not sending rows, there is nothing to wait for, so the process ends within seconds of the
-    first signal. If the run does not end by itself, because a thread or the event loop is blocked, the
-    process ends all the same. That loses nothing, because a run can be killed at any moment and resumed. Only
-    a second SIGINT counts as a user's second request, because Slurm may send other signals twice.
+    A gentle stop waits for the rows in flight. Without such rows, the process ends within seconds. If a
+    thread or the event loop is blocked, the process is ended by force. That loses nothing, because a run can
+    be killed at any moment and resumed. Only SIGINT counts twice, because Slurm may send other signals twice.
     """
 
     _control: Control
@@ -159,8 +158,7 @@ class RunSignals:
     _grace_s: Mapping[signal.Signals, float]
     """Maximum seconds that requests in flight get after a signal; without an entry there is no maximum."""
     _first: tuple[str, int] | None = None
-    """Reason and exit code of the first signal, because a blocked event loop does not pass them to
-    `_control`."""
+    """Reason and exit code of the first signal. A blocked event loop would not pass them to `_control`."""
     _stops_at_once: bool = False
     """Whether `_stop_at_once` was called."""
     _timers: list[threading.Timer] = field(default_factory=list)
@@ -169,14 +167,15 @@ class RunSignals:
     def came(self, number: signal.Signals) -> None:
         """Handle a signal, in the thread of `SignalWatch`.
 
-        A signal drains the run. If it has a grace period (`_grace_s`), the run stops at once after that.
+        The run sends no more rows. If the signal has a grace period (`_grace_s`), the run stops at once after
+        it.
         """
         if number not in SIGNALS:
             return
         reason, exit_code = SIGNALS[number]
         must_stop_already = self._first is not None or self._control.reason is not None
         self._on_loop(self._control.drain, reason, exit_code)
-        if number == signal.SIGINT and must_stop_already:  # A second Ctrl-C does not wait for rows in flight.
+        if number == signal.SIGINT and must_stop_already:  # a second Ctrl-C does not wait for rows
             self._stop_at_once(reason)
         elif number in self._grace_s:
             self._after(self._grace_s[number], self._stop_at_once, reason)
@@ -192,7 +191,7 @@ class RunSignals:
                 limit = f", for {grace_s:g} s at most"
             log.warning("%s: waiting for the rows in flight%s", reason, limit)
             return
-        # While an engine starts, there are no results to save. At the end of a run, the report and the engine
+        # While an engine starts, there is nothing to save. At the end of a run, the report and the engine
         # need more time.
         self._after(TIMING.stop_start, self._end_in, "starting")
         self._after(TIMING.stop_at_once, self._end_in, "starting", "ending")
@@ -205,10 +204,10 @@ class RunSignals:
     def _stop_at_once(self, reason: str) -> None:
         """Cancel the rows in flight. At a second call, or if no rows are in flight, end the process."""
         if self._stops_at_once or self._control.stage != "sending":
-            self._end_process()  # This call does not return.
+            self._end_process()
         self._stops_at_once = True
         self._on_loop(self._control.stop, reason)
-        # The timer is for a run that does not end by itself, for example because a thread is blocked.
+        # The timer ends a run with a blocked thread.
         self._after(TIMING.stop_at_once, self._end_process)
 
     def _end_in(self, *stages: str) -> None:
@@ -218,8 +217,8 @@ class RunSignals:
 
     def _end_process(self) -> None:
         """Print the error and end the process even if threads still run. Journals need not be closed."""
-        # A new Control is needed, because the event loop may be blocked and not have passed the signal on to
-        # `_control`. `_first` has the reason and exit code of that signal.
+        # A blocked event loop may not have passed the signal on to `_control`. So a new Control gets the
+        # reason and the exit code of that signal from `_first`.
         stopped = Control()
         stopped.drain(*self._first or (self._control.reason or "", self._control.exit_code))
         if self._control.stage == "starting":
@@ -238,5 +237,5 @@ class RunSignals:
 
     def _on_loop(self, act: Callable[..., None], *arguments: object) -> None:
         """Call `act` in the event loop of the run, as soon as the loop is free."""
-        with contextlib.suppress(RuntimeError):  # The loop is closed, because the run has ended.
+        with contextlib.suppress(RuntimeError):  # the loop is closed if the run has ended
             self._loop.call_soon_threadsafe(act, *arguments)

@@ -1,10 +1,10 @@
-"""Gives servers with n-gram speculation the run's finished answers as a corpus.
+"""Gives servers with n-gram speculation the run's finished answers as a corpus to draft from.
 
-SGLang drafts from a server's own earlier outputs. A server that has just started has none, and each of many
-replicas has only its part. So such a server gets the newest answers of the run as an external corpus, at
-most one corpus at a time, and only if a replay promises a gain (`tuning/ngrams.py`). A corpus ends with its
-server, so a server that was started again gets a new one. Answers never depend on a corpus, and neither does
-the run: a server that refuses a corpus gets none from then on. This module reads no clock.
+SGLang drafts tokens from a server's own earlier outputs. A server that has just started has none, and each of
+many replicas has only its part. So such a server gets the newest answers of the run as an external corpus. It
+holds at most one at a time, and gets it only if a replay promises a gain (`tuning/ngrams.py`). A restarted
+server has lost its corpus and gets a new one. A server that refuses a corpus gets no more. Answers never
+depend on a corpus.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ LONGEST_MESSAGE = 200
 
 
 class CorpusRefusedError(Exception):
-    """Raised when a server refuses a request about corpora. The message is the server's."""
+    """Raised when a server refuses to list, load or remove a corpus. The message is the server's."""
 
 
 @dataclass(slots=True)
@@ -59,21 +59,21 @@ class ServerCorpus:
     start: int
     """Number of the server's start; see `HttpEngine.start_of`."""
     tokens_at_start: int
-    """Number of output tokens of the run when this start of the server was noticed."""
+    """Number of output tokens of the run when the server's start was noticed."""
     is_confirmed: bool = False
-    """Whether this start of the server has confirmed that it holds a corpus of this run."""
+    """Whether the server, since its last start, has confirmed that it holds a corpus of this run."""
     may_hold_corpora: bool = False
-    """Whether this start of the server was asked to load a corpus. It is set before the request, so that
-    `close` also removes what a failed or cancelled request has loaded."""
+    """Whether the server was asked to load a corpus since its last start. It is set before the request, so
+    that `close` also removes what a failed request may have loaded."""
     is_refused: bool = False
     """Whether the server gets no more corpora, not even after a restart."""
 
 
 class CorpusFeeder:
-    """Adds corpora of answers for n-gram speculation to a run's servers, and removes them."""
+    """Gives a run's servers earlier answers to draft from (n-gram speculation), and removes them."""
 
     def __init__(self, engine: HttpEngine, run_dir: RunDir) -> None:
-        """Feed the servers of `engine` with answers from the run in `run_dir`."""
+        """Give the servers of `engine` answers from the run in `run_dir`."""
         self._engine, self._run_dir = engine, run_dir
         self._servers: dict[str, ServerCorpus] = {}
         self._next_look = 0.0
@@ -82,10 +82,10 @@ class CorpusFeeder:
         """Beginning of the names of this run's corpora."""
         self._names = itertools.count()
         self._judged_tokens, self._is_worth_it = 0, False
-        """Tokens of the answers of the last replay; whether the replay promised a gain by a corpus."""
+        """Size, in tokens, of the answers in the last replay, and whether it promised a gain."""
 
     async def take(self, sample: RunSample, now: float) -> None:
-        """Check the servers' corpora, unless the last check was only a short time before `now`.
+        """Load or replace the servers' corpora where needed, unless this was done shortly before `now`.
 
         The caller must await each call before it passes the next sample.
         """
@@ -111,7 +111,7 @@ class CorpusFeeder:
                 log.debug("%s: its corpora could not be changed: %r", url, failure)
 
     def _takes_corpus(self, url: str) -> bool:
-        """Tell whether a server drafts from corpora. A gateway does not pass corpora on to its workers."""
+        """Tell whether a server drafts from corpora. It is not a gateway, which does not pass corpora on."""
         arguments = self._engine.arguments_of(url)
         has_budget = bool(arguments.get("speculative_ngram_external_sam_budget"))
         is_direct = self._engine.endpoints[url].address == url
@@ -133,11 +133,11 @@ class CorpusFeeder:
         own = [name for name in corpora if name.startswith(self._prefix)]
         if len(own) < len(corpora):
             raise CorpusRefusedError("it has other corpora, with which the answers would share the budget")
-        # The corpus is gone although the server held it, so somebody has restarted the server.
+        # The server has lost its corpus, so somebody has restarted it.
         if server.is_confirmed and not own:
             server.tokens_at_start = sample.output_tokens
         server.is_confirmed = bool(own)
-        # Each scheduler drafts only from its own outputs, even if a server has several schedulers.
+        # Each scheduler of a server drafts only from its own outputs.
         schedulers = max(len(sample.signals), len(self._engine.replicas))
         generated = (sample.output_tokens - server.tokens_at_start) // schedulers
         available = sum(map(len, answers)) // BYTES_PER_TOKEN
@@ -155,13 +155,13 @@ class CorpusFeeder:
             )  # fmt: skip
         if step == "remove":
             server.is_confirmed = False  # before the request, whose reply may be lost
-        if step != "keep":  # A new corpus replaces the old one, because a corpus cannot grow.
+        if step != "keep":  # a new corpus replaces the old one, because a corpus cannot grow
             await _remove(status, own)
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
-        """Tell whether a corpus would speed the run up, according to a replay of its answers.
+        """Replay the answers to tell whether a corpus would speed the run up.
 
-        `tokens` is the size of the answers. The replay is repeated each time that it has doubled.
+        `tokens` is the size of the answers. Each time that it has doubled, the replay is repeated.
         """
         if not self._judged_tokens or tokens >= 2 * self._judged_tokens:
             gain = await asyncio.to_thread(corpus_gain, answers[:MOST_ANSWERS])
@@ -180,7 +180,7 @@ class CorpusFeeder:
 
 
 def newest_answers(run_dir: RunDir, most_characters: int) -> list[str]:
-    """Return answers of all workers of a run from the newest parts, up to a total length."""
+    """Return the newest answers of a run from its Parquet files, up to a total length in characters."""
     answers: list[str] = []
     characters_left = most_characters
     for path in reversed(run_dir.all_parts()):
@@ -208,13 +208,12 @@ async def _corpora_of(status: ServerStatus) -> dict[str, int]:
 
 
 async def _remove(status: ServerStatus, names: Sequence[str]) -> None:
-    """Remove corpora from a server."""
     for name in names:
         await _change(status, REMOVE, {"corpus_id": name}, TIMING.status_timeout)
 
 
 async def _change(status: ServerStatus, path: str, fields: Mapping[str, Any], timeout_s: float) -> None:
-    """Post a change of corpora. Raises CorpusRefusedError if the server does not accept it."""
+    """Post a request that loads or removes corpora. Raises CorpusRefusedError if the server refuses it."""
     _accepted(*await status.post(path, fields, timeout_s))
 
 

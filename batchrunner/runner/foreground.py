@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TERM_DRAIN_S = 15.0
-"""Maximum seconds that requests in flight get after SIGTERM. By default, Slurm and Kubernetes send SIGKILL 30
-s after SIGTERM, and the engine needs time to shut down before that."""
+"""Maximum seconds that requests in flight get after SIGTERM. Slurm and Kubernetes send SIGKILL 30 s after
+SIGTERM by default, and the engine must shut down before that."""
 
 
 def run_in_foreground(
@@ -39,9 +39,10 @@ def run_in_foreground(
     join: bool = False,
     metrics: str | None = None,
 ) -> Report:
-    """Run a job. A signal drains the run, and a second SIGINT stops it at once. Raises BatchrunError.
+    """Run a job until it ends or a signal stops it. Raises BatchrunError.
 
-    `metrics` is the address on which the run's metrics are served during the run.
+    After a signal, no more rows are sent, and requests in flight end. A second SIGINT cancels these requests.
+    `metrics` is the address on which the run's metrics are served.
     """
     loaded = load_job(job, overrides=overrides)
     control = Control()
@@ -62,7 +63,10 @@ def run_in_foreground(
 
 
 def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: LimitsSpec) -> T:
-    """Run `work` on a new event loop. A signal drains the run, and a second SIGINT stops it at once."""
+    """Run `work` on a new event loop until it ends or a signal stops it.
+
+    After a signal, no more rows are sent, and requests in flight end. A second SIGINT cancels them.
+    """
     grace_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: limits.drain}
 
     async def supervised() -> T:
@@ -74,11 +78,11 @@ def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: Limits
     try:
         return runner.run(supervised())
     finally:
-        # `close` waits for the threads of the default executor, and a read from a mount may hang for ever. So
-        # a run that was stopped gets a new executor, which has no threads.
+        # Closing the loop waits for the threads of its executor, and a read from a mount may hang for ever.
+        # So a stopped run gets a new executor without threads.
         if control.reason is not None:
             runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
-        if not control.at_once:  # After a stop at once the command ends now, so the loop need not be closed.
+        if not control.at_once:  # after an immediate stop the process ends, so the loop may stay open
             runner.close()
 
 

@@ -1,7 +1,7 @@
 """Workers that share a run with `--join`.
 
-The first worker plans the run: it divides the rows into leases. Each worker takes one lease after another,
-also leases that dead workers held.
+The first worker divides the rows into leases. Each worker takes one lease after another, including those of
+dead workers.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ log = logging.getLogger(__name__)
 
 
 REFRESH_S = 3.0
-"""Minimum seconds between two listings of the lease files, while this worker knows of free leases."""
+"""Minimum seconds between two listings of the lease files, while this worker knows of free leases (rows that
+no worker has taken)."""
 WORKERS_PER_LISTING = 10.0
-"""The pause between two listings grows by a second for each of this many workers. So up to 200 workers list
-the files ten times a second in all."""
+"""The pause between two listings of the lease files is the number of workers divided by this, in seconds. So
+up to 200 workers list the files ten times a second in all."""
 LONGEST_PAUSE_S = 20.0
-"""Maximum seconds between two listings. With 1,000 workers, the file server then gets 50 listings a second.
-"""
+"""Maximum seconds between two listings of the lease files. With 1,000 workers, the file server gets 50
+listings a second."""
 
 
 class LeasedRows(TaskRows):
-    """Rows that a worker of a shared run takes lease by lease.
+    """The rows of one worker of a shared run, which it takes in parts (leases).
 
     The worker ends when its own rows are done and other living workers hold all unfinished rows.
     """
@@ -83,15 +84,14 @@ class LeasedRows(TaskRows):
     ) -> None:
         """Create the reader, which holds no lease until `take` or `take_first` is called.
 
-        `lock` is the lock that this worker holds on its task. `counts` are the counts of the rows that
-        this worker has finished.
+        `lock` is the worker's own lock. `counts` are the counts of the rows that this worker has finished.
         """
         super().__init__(prepared, turns)
         self._leases = leases
         self._events = events
         self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
-        """The leases that this worker holds, by number, each with its rows that are in no part file (a
-        Parquet file of results) yet."""
+        """The leases that this worker holds, by number, each with its rows that are not in the result files
+        yet."""
         # The reader, the writer of part files and the end of the run use `_uncommitted` in different threads.
         self._lock = threading.Lock()
         self._beacon = Beacon(leases.directory, prepared.run_dir.task, lock.holder, leases.store)
@@ -101,15 +101,15 @@ class LeasedRows(TaskRows):
         """Watches the other workers that hold leases."""
         self._counts = counts
         self._refreshed_at = -REFRESH_S
-        """Time of the last look at the lease files, on the monotonic clock."""
+        """Time at which the lease files were last read, on the monotonic clock."""
         self._first_lease: Lease | None = None
-        """Lease that `take_first` took and that the next call of `take` returns."""
+        """Lease that `take_first` took. The next call of `take` returns it."""
         self._last_number: int | None = None
         """Number of the lease that this worker took last."""
         self._taken = 0
         """Number of rows in all leases that this worker has taken."""
         self._rows_free = 0
-        """Number of rows in free leases at the last look."""
+        """Number of rows in free leases when the lease files were last read."""
 
     @property
     def total(self) -> int:
@@ -138,11 +138,11 @@ class LeasedRows(TaskRows):
         try:
             self._refresh_if_old()
             return None if self._has_its_share() else self._take_free()
-        except (OSError, OutputError):  # The next call with `wait` waits until the disk is available again.
+        except (OSError, OutputError):  # a later call with `wait` waits for the disk
             return None
 
     def committed(self, rows: BitMap64) -> None:
-        """End the leases whose last rows are in part files now; `rows` are those of a new part file."""
+        """End the leases whose rows are all stored now; `rows` are those of a new file of results."""
         super().committed(rows)
         with self._lock:
             for number, (lease, uncommitted) in list(self._uncommitted.items()):
@@ -154,7 +154,7 @@ class LeasedRows(TaskRows):
     def give_back(self) -> None:
         """End all leases of this worker, so that other workers can take their unfinished rows.
 
-        Delete the sorted copies of the input if no lease of the run is free or held any more.
+        If all rows of the run are done, delete the sorted copies of the input.
         """
         self.stop()
         with self._lock:
@@ -173,21 +173,21 @@ class LeasedRows(TaskRows):
     def held_elsewhere(self) -> tuple[int, int]:
         """Return how many remaining rows living workers will do, and how many nobody will do.
 
-        One of the two is 0. A living worker that holds a lease of any plan does all remaining rows, because
+        One of the two numbers is 0. If any living worker holds a lease, it does all remaining rows, because
         it takes over from dead workers.
         """
         leases = self._look()
         self._look_at_others(leases)
-        # A worker that exited during the look ended its leases first, so the leases are read again.
+        # A worker that exited meanwhile ended its leases first, so they are read again.
         leases.refresh()
         remaining = leases.rows_left()
         # `_workers` counts this worker too.
         return (remaining, 0) if self._workers() > 1 else (0, remaining)
 
     def _look(self) -> Leases:
-        """Return the leases of all plans, read anew.
+        """Read the leases of all plans anew.
 
-        `self._leases` does not have the plans that were added after this worker joined.
+        `self._leases` lacks the plans that were added after this worker joined.
         """
         leases = Leases(self._leases.directory, store=self._leases.store)
         leases.refresh()
@@ -207,14 +207,17 @@ class LeasedRows(TaskRows):
                 wait.end()
                 if lease is not None or is_over:
                     return lease
-            # Free rows were left to other workers, but this worker may be allowed some of them soon.
+            # Other workers may take the free rows now, but this worker may soon get some of them.
             sleep(SHORT_POLL_S if self._rows_free else self._pause_before_look())
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
-        """Take a lease, if need be from a dead worker. Also return whether no lease will become free."""
+        """Try to take a lease, if need be from a dead worker.
+
+        Also return whether no lease will become free.
+        """
         self._refresh_if_old()
-        if self._has_its_share():  # Leave the free leases to others for now, and look again later.
+        if self._has_its_share():  # leave the free leases to other workers for now
             return None, False
         lease = self._take_free()
         if lease is not None:
@@ -225,19 +228,18 @@ class LeasedRows(TaskRows):
                 self._take_over(task)
             self._refresh()
         lease = self._take_free()
-        # While a worker that holds leases may be dead, its leases may become free. A worker with unfinished
-        # rows of its own stays anyway, and can take over from a worker that dies later.
+        # A worker that holds leases may be dead, and its leases may become free. A worker with unfinished
+        # rows stays anyway, and can take over later.
         is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 
     def _take_free(self) -> Lease | None:
-        """Take a lease that was free at the last look; return None if no lease was free.
+        """Take a lease that no worker held when the lease files were last read; None if there is none.
 
-        While this worker holds leases, its beacon shows that to other workers.
+        The worker's beacon file shows others that it holds leases.
         """
         while (number := next_lease(self._leases.free(), self._last_number)) is not None:
-            # Without the lock, the end of another lease could delete the beacon before the new lease is
-            # noted.
+            # Without the lock, the end of another lease could delete the beacon file too early.
             with self._lock:
                 self._beacon.light()
                 lease = self._leases.take(number)
@@ -249,7 +251,10 @@ class LeasedRows(TaskRows):
         return None
 
     def _hold(self, lease: Lease) -> Lease | None:
-        """Record a lease that was just taken, and return it. If the run has stopped, give the lease back."""
+        """Record a lease that was just taken, and return it.
+
+        If the run has stopped, give the lease back, and return None.
+        """
         self._events.write("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
         if self._stopped.is_set():
             with self._lock:
@@ -279,13 +284,13 @@ class LeasedRows(TaskRows):
             self._beacon.put_out()
 
     def _refresh(self) -> None:
-        """Read which leases are free, which workers hold the others, and whether these workers live."""
+        """Read which leases are free, which workers hold the others, and which of these workers live."""
         self._look_at_others(self._leases)
         self._rows_free = self._leases.rows_free()
         self._refreshed_at = time.monotonic()
 
     def _refresh_if_old(self) -> None:
-        """Call `_refresh` if the last look was not just now."""
+        """Call `_refresh`, unless the lease files were read a moment ago."""
         if time.monotonic() - self._refreshed_at > max(REFRESH_S, self._pause_s()):
             self._refresh()
 
@@ -304,7 +309,7 @@ class LeasedRows(TaskRows):
 
     def _pause_before_look(self) -> float:
         """Return the seconds that a worker without a lease waits before it lists the lease files again."""
-        # With the small addition, it is certain at the next look whether the other worker is dead.
+        # The small addition makes sure that a dead worker is known as dead at the next look.
         verdict_due_s = self._others.seconds_to_verdict() + SHORT_POLL_S
         return min(self._pause_s(), verdict_due_s)
 
@@ -314,7 +319,7 @@ class LeasedRows(TaskRows):
         try:
             with hold_task(dead, _refuse_to_wait, dead_owner=self._others.owner_content(task)) as lock:
                 recover(dead, lock, self._prepared.results_schema)
-                # The dead worker, or another one that took over from it, may have ended some of the leases.
+                # The dead worker, or one that took over from it, may have ended some of the leases.
                 self._leases.refresh()
                 stored = read_done(dead).rows
                 held = self._leases.held_by(task, held_by_others=self._others.leases_except(task))
@@ -336,9 +341,9 @@ class LeasedRows(TaskRows):
     def _has_its_share(self) -> bool:
         """Return whether this worker must leave the free rows to the other workers for now.
 
-        That is so if it has more unfinished rows than an equal part, for each worker, of these rows and the
-        free rows. Without this limit, one worker could take all of the last rows, and the other workers would
-        be idle.
+        This is so if it has more than an equal part of the rows: its unfinished rows and the free rows,
+        divided by the number of workers. Otherwise one worker could take all of the last rows, and the others
+        would be idle.
         """
         unfinished = self._unfinished()
         return unfinished * self._workers() > self._rows_free + unfinished
@@ -357,7 +362,7 @@ class LeasedRows(TaskRows):
 
 
 def _refuse_to_wait(_: float) -> None:
-    """Raise TaskHeldError instead of sleeping, because another worker may take over just as well."""
+    """Raise TaskHeldError instead of sleeping: another worker is already taking over."""
     raise TaskHeldError("the lock of a dead worker is not waited for")
 
 
@@ -397,10 +402,10 @@ def join(
                     control.sleep(POLL_S)
                     leases.refresh()
                     continue
-                leases.refresh()  # Another worker may have made a plan before the lock was free.
+                leases.refresh()  # another worker may just have made a plan
                 plans_before = len(leases.plans)
                 _plan(prepared, start, leases, control)
-                # No plan was written, because every row is in a plan already.
+                # No plan was written: every row is in a plan already.
                 if len(leases.plans) == plans_before:
                     break
     assert leases.plan is not None
@@ -443,7 +448,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
     # The check is repeated, because another worker may have made a plan since the caller's check.
     check_retry(start, prepared.run_dir.name, is_leased=not is_done)
     main = prepared.run_dir.of_task()
-    with hold_task(main, control.sleep) as lock:  # No attempt without --join may run while the plan is made.
+    with hold_task(main, control.sleep) as lock:  # no run without --join may start meanwhile
         recover(main, lock, prepared.results_schema)
         expected_rows = leases.plan.rows_total if leases.plan and is_done else 0
         stored = _stored_by_all(main, expected_rows, control)
@@ -471,9 +476,9 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             leases.directory,
             writer=lock.token,
             check_stop=control.check,
-            replace=False,  # Workers may still read the sorted copies of earlier plans.
+            replace=False,  # workers may still read earlier sorted copies
         )
-        if path:  # A sorted copy of the input sets the order in which the rows are sent.
+        if path:  # a sorted copy of the input sets the order of sending
             leases.store.publish(path)
             cuts, name = SortedCopy(path).group_starts, path.name
         else:

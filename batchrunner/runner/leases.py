@@ -28,11 +28,11 @@ from batchrunner.output.files import create_file, make_directory
 from batchrunner.output.store import LOCAL, Store
 
 END, LEFT = ".end", ".left"
-"""Suffixes of the files that end a lease: without remaining rows, and with them."""
+"""Suffixes of the files that end a lease (rows of one worker): all rows done, or some remaining."""
 _NAME = re.compile(rf"(\d{{6,}})\.(\d+)({re.escape(END)}|{re.escape(LEFT)})?")
 _PLAN = re.compile(r"plan-(\d{6})")
 _UNTAKEN = (-1, True)
-"""Entry of `Leases._turns` for a lease that nobody has taken yet: turn -1, which has ended."""
+"""Entry of `Leases._turns` for a lease that nobody has taken yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class LeasePlan:
 
     rows: BitMap64
     cuts: list[int]
-    """Position of the first row of each lease in the order of sending, ascending, and then the end of the
-    last lease."""
+    """Position, in the order of sending, of the first row of each lease, ascending. The last item is the end
+    of the last lease."""
     rows_total: int
     """Number of rows of the whole run, including rows that were done before this plan."""
     fingerprint: dict[str, Any]
-    """Properties that the jobs of all workers must have in common (`PreparedJob.fingerprint`)."""
+    """Settings that the jobs of all workers must have in common (`PreparedJob.fingerprint`)."""
     order: str | None
-    """Name of the sorted copy in whose order the rows are sent; None for input order."""
+    """Name of the sorted copy of the input that sets the order of sending; None for input order."""
     choice: dict[str, Any]
-    """The fields of the OrderDecision, which says in what order the rows are sent, and why."""
+    """The order in which rows are sent, and the reason for it (fields of OrderDecision)."""
 
 
 SORTED = re.compile(r"leases/order-.*")
@@ -58,7 +58,10 @@ SORTED = re.compile(r"leases/order-.*")
 
 
 class Leases:
-    """Leases of a run, as one worker sees and takes them. Methods block, and may raise OSError."""
+    """The leases of a shared run, as one worker sees them. A lease is a number of rows that one worker does.
+
+    Methods block, and may raise OSError.
+    """
 
     def __init__(self, directory: Path, task: str = "", store: Store = LOCAL) -> None:
         self.directory = directory
@@ -67,25 +70,22 @@ class Leases:
         """The plans that were read, in the order of their numbers."""
         self._task = task
         self._joined = False
-        """Whether the worker has joined the run. Plans that are written later are then ignored."""
+        """Whether the worker has joined the run. From then on, it ignores new plans."""
         self._places: list[tuple[LeasePlan, range]] = []
-        """The plan of each lease, and the positions of the lease's rows in the order of the plan. The index
-        is the number of the lease."""
+        """For each lease, by its number: its plan, and the positions of its rows in the plan's order."""
         self._turns: dict[int, tuple[int, bool]] = {}
-        """The last turn of each lease that was taken, and whether that turn has ended. The first worker that
-        takes a lease has turn 0."""
+        """For each lease that was taken: how often it was taken before (its turn, from 0), and whether its
+        last holder has ended it."""
         self._free: dict[int, int] = {}
-        """Number of remaining rows of each free lease, by the number of the lease."""
+        """Number of remaining rows of each lease that nobody holds, by the number of the lease."""
         self._changed: set[int] = set()
-        """Numbers of the leases whose entry in `_free` is outdated. So a look at a run of many leases counts
-        only the leases that have changed since the last look."""
+        """Numbers of the leases whose entry in `_free` is outdated. Only these are counted again."""
         self._contents: dict[str, dict[str, Any]] = {}
-        """Contents of the files that were read, by name. A content stays valid, because files never
-        change."""
+        """Contents of the files that were read, by name. They stay valid, because files never change."""
         self._names: set[str] = set()
-        """Names of the lease files that this worker has noted, without plans."""
+        """Names of all known lease files, without plans."""
         self._copies: dict[str, SortedCopy] = {}
-        """The sorted copies of the input that were opened, by file name."""
+        """Sorted copies of the input that were opened, by file name."""
 
     def __len__(self) -> int:
         """Return the number of all leases: free, held and done ones."""
@@ -102,7 +102,7 @@ class Leases:
                 self._read_plan(int(plan[1]))
         for match in filter(None, map(_NAME.fullmatch, set(names) - self._names)):
             number, turn, end = match.groups()
-            # Plans that were written after this worker joined are ignored, and so are their leases.
+            # Leases of plans that were written after this worker joined are ignored.
             if int(number) < len(self):
                 self._names.add(match[0])
                 self._note(int(number), int(turn), ended=end is not None)
@@ -114,7 +114,7 @@ class Leases:
         return self.plans[-1] if self.plans else None
 
     def join(self) -> None:
-        """Ignore later plans, which may have rows of files that this worker does not know."""
+        """Ignore plans that are written later. They may have rows of files that this worker does not know."""
         self._joined = True
 
     def make_plan(self, plan: LeasePlan) -> None:
@@ -125,11 +125,11 @@ class Leases:
         number = len(self.plans)
         make_directory(self.directory)
         self._create(f"plan-{number:06d}", orjson.dumps({**asdict(plan), "rows": rows_to_text(plan.rows)}))
-        # `refresh` could miss this plan, because a listing may be too old to show the plan of another worker.
+        # `refresh` could miss another worker's plan, because a directory listing may be old.
         self._read_plan(number)
 
     def rows(self) -> BitMap64:
-        """Return the rows of all plans, including rows that are done."""
+        """Return all planned rows, including rows that are done."""
         return BitMap64().union(*(plan.rows for plan in self.plans))
 
     def copies(self) -> list[Path]:
@@ -137,17 +137,17 @@ class Leases:
         return [self.directory / plan.order for plan in self.plans if plan.order]
 
     def remove_copies(self) -> None:
-        """Delete the sorted copies of all plans, also copies whose sort was interrupted."""
+        """Delete the sorted copies of the input, including those whose sort was interrupted."""
         if self.directory.exists():
             remove_sorted_copies(self.directory)
         self.store.clear(SORTED)
 
     def is_done(self) -> bool:
-        """Return whether all leases have ended without remaining rows, so that none is free or held."""
+        """Return whether all rows of all leases are done."""
         return not self.free() and not self.held_count()
 
     def held_count(self) -> int:
-        """Return the number of leases that are held; reads no files."""
+        """Return the number of leases that workers hold; reads no files."""
         return sum(not ended for _, ended in self._turns.values())
 
     def free(self) -> list[int]:
@@ -165,7 +165,7 @@ class Leases:
         return sum(map(self._count, range(len(self))))
 
     def held(self) -> dict[int, str]:
-        """Return which worker holds each held lease: the name of the worker by the number of the lease."""
+        """Return the name of the worker that holds each lease, by the number of the lease."""
         return {
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
@@ -187,9 +187,9 @@ class Leases:
         """Take a free lease and return it; return None if another worker was faster."""
         turn = self._turn(number)
         is_created = self._create(lease_name(number, turn), orjson.dumps({"task": self._task}))
-        # An earlier call by this worker may have created the file and then failed.
+        # This worker may have created the file in an earlier call that then failed.
         is_ours = is_created or self._holder(number, turn) == self._task
-        self._note(number, turn, ended=False)  # Whoever took the lease, it is no longer free.
+        self._note(number, turn, ended=False)  # whoever took the lease, it is no longer free
         return self._lease(number) if is_ours else None
 
     def end(self, lease: Lease, remaining: BitMap64) -> None:
@@ -204,11 +204,9 @@ class Leases:
         self._note(lease.number, lease.turn, ended=True)
 
     def _create(self, name: str, content: bytes) -> bool:
-        """Create a file unless it exists; return whether this call created it."""
         return create_file(self.directory / name, content, self._task, self.store.claim)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the content of a file."""
         if name not in self._contents:
             path = self.directory / name
             self.store.bring(path)
@@ -226,7 +224,10 @@ class Leases:
             self._changed.update(range(leases_before, len(self)))
 
     def _holder(self, number: int, turn: int) -> str:
-        """Return the name of the worker that took a lease at a turn."""
+        """Return the name of the worker that took a lease.
+
+        `turn` counts from 0 how often the lease was taken before.
+        """
         return str(self._read(lease_name(number, turn))["task"])
 
     def _lease(self, number: int) -> Lease:
@@ -245,45 +246,45 @@ class Leases:
         return self.directory / name
 
     def _count(self, number: int) -> int:
-        """Return how many rows of a lease the worker gets that holds it now, or that takes it next."""
+        """Return how many rows of a lease its present holder has, or its next holder will get."""
         plan, positions = self._places[number]
         turn = self._turn(number)
         if turn:
             return len(self._rows(number, turn))
-        # Each position of a sorted copy has one row, so its rows need not be read to count them.
+        # In a sorted copy each position is one row, so the rows need not be read to count them.
         if plan.order:
             return len(positions)
         return plan.rows.range_cardinality(positions.start, positions.stop)
 
     def _rows(self, number: int, turn: int) -> BitMap64:
-        """Return the rows of a lease at a turn, which is the time for which one worker holds the lease.
+        """Return the rows that a worker gets with a lease.
 
-        At turn 0 these are all rows of the lease; later, the rows that remained at the end of the turn
-        before.
+        `turn` counts from 0 how often the lease was taken before. At turn 0 the worker gets all rows of the
+        lease. Later it gets the rows that the worker before it left.
         """
         if turn:
             name = lease_name(number, turn - 1)
-            # Two workers may have ended this turn: one that was believed dead but woke up, and the one that
+            # Two workers may have ended this lease: one that was believed dead but woke up, and the one that
             # took over from it. If either of them found no remaining rows, all rows are done.
             is_done = f"{name}{END}" in self._names or f"{name}{LEFT}" not in self._names
             return BitMap64() if is_done else rows_from_text(self._read(f"{name}{LEFT}")["left"])
         plan, positions = self._places[number]
-        if plan.order is None:  # In input order, the position of a row is its number in the input.
+        if plan.order is None:  # in input order, a row's position is its number in the input
             return plan.rows & BitMap64(positions)
         if plan.order not in self._copies:
             self._copies[plan.order] = SortedCopy(self._copy(plan.order))
         return self._copies[plan.order].rows(positions)
 
     def _turn(self, number: int) -> int:
-        """Return the turn at which a lease is held, or at which it will be taken next.
-
-        A turn is the time for which one worker holds the lease; turns are counted from 0.
-        """
+        """Return how often a lease was taken before its present holder, or before its next one."""
         turn, has_ended = self._turns.get(number, _UNTAKEN)
         return turn + 1 if has_ended else turn
 
     def _note(self, number: int, turn: int, *, ended: bool) -> None:
-        """Record that a lease was taken at a turn or that the turn has ended; ignore older facts."""
+        """Record that a lease was taken, or that its holder ended it; ignore outdated facts.
+
+        `turn` counts from 0 how often the lease was taken before.
+        """
         self._turns[number] = max(self._turns.get(number, _UNTAKEN), (turn, ended))
         self._changed.add(number)
 
@@ -297,14 +298,14 @@ class Leases:
                 self._free[number] = rows
             else:
                 self._free.pop(number, None)
-            # The lease leaves the set only now, because the count may fail.
+            # The lease leaves the set only now, because the count above may fail.
             self._changed.discard(number)
 
 
 def lease_name(number: int, turn: int) -> str:
-    """Return the name of the file that records which worker holds a lease at a turn.
+    """Return the name of the file that records which worker holds a lease.
 
-    A turn is the time for which one worker holds the lease; turns are counted from 0.
+    `turn` counts from 0 how often the lease was taken before.
     """
     return f"{number:06d}.{turn}"
 
@@ -313,10 +314,9 @@ def next_lease(free: Sequence[int], last: int | None) -> int | None:
     """Choose a lease from the sorted numbers of the free leases; return None if no lease is free.
 
     `last` is the number of the lease that this worker took before. If the lease after `last` is free, it is
-    chosen, so that the worker reads on in the same file. Otherwise the lease comes from the longest stretch
-    of consecutive free leases: lease 0 if the stretch begins with it, else the lease in the middle of the
-    stretch. So workers, each of which goes on with the next lease, reach each other's leases as late as
-    possible.
+    chosen, so that the worker reads on in the same file. Otherwise it is the middle of the longest stretch of
+    consecutive free leases, or lease 0 if that stretch begins with it. So each worker can go on in its
+    stretch for as long as possible.
     """
     if not free:
         return None
@@ -327,7 +327,7 @@ def next_lease(free: Sequence[int], last: int | None) -> int | None:
 
 
 def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return begin and length of each stretch of consecutive numbers."""
+    """Return the first number and the length of each stretch of consecutive numbers."""
     stretches: list[tuple[int, int]] = []
     for number in numbers:
         begin, length = stretches[-1] if stretches else (0, 0)

@@ -47,7 +47,7 @@ def run_in_processes(
     as_json: bool,
 ) -> Report:
     """Run a job in several processes on this machine, and return the report of all. Raises BatchrunError."""
-    StartOptions(fresh=fresh, retry_failed=retry_failed, join=True)  # raises JobError with `fresh`
+    StartOptions(fresh=fresh, retry_failed=retry_failed, join=True)  # Raises JobError with `fresh`.
     if job == "-":
         raise JobError("--processes: each process reads the job", hint="save the job in a file")
     loaded = load_job(job, overrides=overrides)
@@ -57,7 +57,7 @@ def run_in_processes(
             hint="start SGLang once, and give its address with engine.kind=attach",
         )
     control = Control()
-    # This process sends no rows. But in any other stage, a signal would end it before its workers.
+    # This process sends no rows. But in another stage, a signal would end it before its workers.
     control.stage = "sending"
 
     async def work() -> Report:
@@ -77,18 +77,18 @@ def run_in_processes(
 
 
 class LocalWorkers:
-    """The processes of a run."""
+    """Starts and watches the worker processes of a run."""
 
     def __init__(self, job: str, overrides: Sequence[str], control: Control) -> None:
         options = [word for override in overrides for word in ("--set", override)]
         self._command = [sys.executable, "-m", "batchrunner", job, "--join", "--json", "--quiet", *options]
         self._control = control
         self._processes: dict[subprocess.Popen[bytes], tuple[IO[bytes], IO[bytes]]] = {}
-        """The processes that have not ended, each with the files of its standard output and error."""
+        """The running processes, each with the files of its standard output and error."""
         self._signals_sent = 0
-        """Number of signals that were passed on to the processes: 1 to drain, 2 to stop at once."""
+        """Number of signals that were passed on: 1 for a gentle stop, 2 for a stop at once."""
         self._worst: BatchrunError | None = None
-        """Error of a process that failed; of several, the first with the highest exit code."""
+        """Error of a failed process. If several failed, the first error with the highest exit code."""
 
     @property
     def running(self) -> int:
@@ -98,9 +98,9 @@ class LocalWorkers:
     def start(self, processes: int) -> None:
         """Start the processes."""
         for _ in range(processes):
-            # `watch` closes the files. A pipe could fill up, and block the process.
+            # `watch` closes these files. A pipe instead could fill up and block the process.
             output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-            # In a session of their own, the processes get a Ctrl-C only once: from this process.
+            # In sessions of their own, the processes get a Ctrl-C only once: from this process.
             process = subprocess.Popen(self._command, stdout=output, stderr=errors, start_new_session=True)
             self._processes[process] = output, errors
 
@@ -108,7 +108,7 @@ class LocalWorkers:
         """Handle the ends of processes, and pass signals on; return whether a process is still running."""
         for process in [*self._processes]:
             if process.poll() is not None:
-                with contextlib.ExitStack() as stack:  # closes the two files
+                with contextlib.ExitStack() as stack:  # closes both files
                     output, errors = map(stack.enter_context, self._processes.pop(process))
                     self._note_end(process.returncode, output, errors)
         if self._control.reason is None and self._worst and self._worst.exit_code == EXIT_WRONG:
@@ -128,7 +128,7 @@ class LocalWorkers:
         control = self._control
         try:
             report = report_of_all(path)
-        except OutputError:  # No process has begun the run.
+        except OutputError:  # no process has begun the run
             if self._worst is not None:
                 raise self._worst from None
             raise control.interrupted("before the first row was sent") from None
@@ -143,13 +143,14 @@ class LocalWorkers:
         return report
 
     def _pass_on_signals(self) -> None:
-        """Tell the processes to drain or to stop at once, as this process was told."""
+        """Tell the processes to stop gently or at once, as this process was told."""
         signals = 2 if self._control.at_once else 1
         exit_code = self._control.exit_code
         number = next((number for number, (_, code) in SIGNALS.items() if code == exit_code), signal.SIGTERM)
         for _ in range(self._signals_sent, signals):
             for process in self._processes:
-                # Without a number, no signal stopped this process. SIGTERM then ends the others gently too.
+                # Without a number, this process was stopped by other means. SIGTERM then stops the others
+                # gently.
                 process.send_signal(number)
         self._signals_sent = signals
 
@@ -165,7 +166,7 @@ class LocalWorkers:
 
 
 def _error_of(code: int, output: IO[bytes], errors: IO[bytes]) -> BatchrunError:
-    """Return the error of a process that ended with an exit code, or with a signal if `code` is negative.
+    """Return the error of a failed process, from its exit code (negative for a signal) and its output.
 
     `output` and `errors` are its standard output and error.
     """

@@ -62,7 +62,6 @@ class MetricsServer(Display):
 
 
 def _metrics_of_run(sample: RunSample) -> Iterator[Metric]:
-    """Yield the metrics of a whole run."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily  # noqa: PLC0415
 
     labels = {"task": sample.task, "simulated": str(sample.simulated).lower()}

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class OpenEngine:
-    """An engine that is ready and serves several runs, one after another or at once; see `open_engine`.
+    """An engine that stays open and serves several runs, one after another or at once; see `open_engine`.
 
     The engine is used on an event loop of its own, in a thread, so that runs from any thread or event loop
     can share it. `spec` is the section `engine` of the job, and `info` is what the engine reports about
@@ -40,10 +40,10 @@ class OpenEngine:
         self.shared = SharedEngine(engine, info)
         self.info = info
         self.task = task
-        """Task of the jobs that the engine can run."""
+        """What the model does (generate, embed, and so on). Jobs with another task are refused."""
 
     def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> LoopWork[T]:
-        """Start `work` with the open engine as its argument `engine`.
+        """Call the coroutine function `work` on the engine's event loop, with the open engine as `engine`.
 
         If the engine closes, `work` is cancelled. Raises BatchrunError if the engine is closed already.
         """
@@ -60,7 +60,7 @@ class OpenEngine:
         return self.start(functools.partial(execute, job, **options))
 
     def refuse_other_task(self, task: TaskName) -> None:
-        """Raise JobError if the engine was opened for another task. A simulated engine does all tasks."""
+        """Raise JobError if the engine was opened for another task, unless the engine is simulated."""
         if task != self.task and not self.info.simulated:
             raise JobError(
                 f"engine: the engine was opened for task {self.task}, but the job's task is {task}",

@@ -1,7 +1,7 @@
-"""Plan of a run: the rows that a start sends, the results that it keeps, and those that it discards.
+"""Decides which rows a start of a run sends, and which earlier results it keeps or discards.
 
-This module decides what `--fresh`, `--retry-failed`, `--join`, `input.limit`, `output.reuse`, estimates and a
-growing input mean for rows. It uses no files and no clock.
+It covers `--fresh`, `--retry-failed`, `--join`, `input.limit`, `output.reuse`, estimates and a growing input.
+It uses no files and no clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batchrunner.core.errors import JobError, ResumeError
 from batchrunner.output.resume import DoneRows
 
 Discard: TypeAlias = Literal["run", "failed rows", "nothing"]
-"""Results that a start of a run deletes before it writes its first result."""
+"""The old results that a start deletes before it writes its first result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class StartOptions:
     def discards(self) -> bool:
         """Whether this start discards results itself.
 
-        In a shared run, the worker that makes a plan does so.
+        In a shared run, only the worker that makes a plan discards results.
         """
         return (self.fresh or self.retry_failed) and not self.join
 
@@ -58,7 +58,7 @@ class RunState:
     failed: BitMap64 = field(default_factory=BitMap64)
     """Rows with a stored error, and without a stored answer."""
     leased: BitMap64 = field(default_factory=BitMap64)
-    """Rows of all plans of a shared run, which its workers are doing; empty once all leases have ended."""
+    """Rows that the workers of a shared run are doing; empty once they have ended."""
 
     @classmethod
     def of(cls, selected: BitMap64, stored: DoneRows, leased: BitMap64 | None = None) -> RunState:
@@ -80,7 +80,8 @@ class RunPlan:
     kept: BitMap64
     """Rows whose results stay, even if `input.limit` no longer selects them."""
     missing: BitMap64
-    """Selected rows that are neither kept nor leased. `output.reuse` may have answers for some of them."""
+    """Selected rows that have no kept result, and that no other worker does. Another run may have answers for
+    some of them (`output.reuse`)."""
     discard: Discard
     """Results to delete before the first new result is stored."""
     sample: BitMap64 | None = None
@@ -97,9 +98,9 @@ class RunPlan:
         return len(self.selected | self.kept)
 
     def with_reused(self, reused: BitMap64) -> RunPlan:
-        """Return the plan without the rows that got their answers from another run (`output.reuse`).
+        """Return the plan without the rows that got answers from another run (`output.reuse`).
 
-        The rows are not added to `kept`, because the start counts reused rows separately.
+        These rows are not added to `kept`, because they are counted separately.
         """
         return replace(self, missing=self.missing - reused)
 
@@ -122,7 +123,7 @@ def plan_run(start: StartOptions, state: RunState) -> RunPlan:
 
 
 def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
-    """Raise ResumeError for `--retry-failed` while leases of a shared run are free or held.
+    """Raise ResumeError for `--retry-failed` while workers of a shared run still have rows to do.
 
     `run` is the name of the run.
     """
@@ -134,7 +135,7 @@ def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
 
 
 def has_grown(planned: Mapping[str, Any], *, rows_of_files: int, limit: int | None) -> bool:
-    """Return whether the input files have more rows than those of a plan, or `input.limit` differs.
+    """Return whether the input has more rows, or another `input.limit`, than a plan was made for.
 
     `planned` is the fingerprint of the plan.
     """
@@ -143,5 +144,5 @@ def has_grown(planned: Mapping[str, Any], *, rows_of_files: int, limit: int | No
 
 
 def may_grow(*, rows_of_run: int, limit: int | None) -> bool:
-    """Return whether rows that are added to the input would belong to the run, as `input.limit` permits."""
+    """Return whether `input.limit` lets rows that are added to the input join the run."""
     return limit is None or rows_of_run < limit

@@ -1,4 +1,4 @@
-"""Checks a job without an engine: the input, the templates, the output directory, earlier attempts."""
+"""Checks a job without an engine: its input, templates and output directory, and earlier starts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def new_task() -> str:
-    """Return a new name for a worker: host, Slurm's job, array task and restart (if any), random digits."""
+    """Return a new name for a worker: host, Slurm's job, task and restart (if any), random digits."""
     job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID")
     index = os.environ.get("SLURM_ARRAY_TASK_ID")
     restart = os.environ.get("SLURM_RESTART_COUNT")
@@ -83,16 +83,16 @@ class PreparedJob(JobInput):
 
     @property
     def results_schema(self) -> pa.Schema:
-        """Schema of the part files (Parquet files of results), with the digests of requests."""
+        """Schema of the result files (Parquet), with the digests of requests."""
         schema = schema_of_run(self.renderer.carried_schema, self.answers)
         return schema.append(pa.field(REQUEST_DIGEST, pa.binary()))
 
     def fingerprint(self, model: str) -> dict[str, Any]:
-        """Return the facts that all attempts at a run must have in common.
+        """Return the facts that all starts of a run must have in common.
 
         The types of the result columns are among them, because a merge cannot unite columns of two types. A
-        column that is copied from the input has the common type over all input files. `model` is "" if it
-        must not be compared.
+        copied input column has its common type over all input files. `model` is "" if it must not be
+        compared.
         """
         functions = self.functions.facts.values() if self.functions is not None else ()
         computed = {name: type_name(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
@@ -128,7 +128,7 @@ def prepare(
     run_dir = open_run(job.output.path, task, job.storage)
     try:
         run = run_dir.store.input_place or run_dir.path.resolve()
-    except (OSError, RuntimeError, ValueError) as failure:  # such as links in a circle, or a null byte
+    except (OSError, RuntimeError, ValueError) as failure:  # such as circular links, or a null byte
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
     run_dir.check_writable()
     parents = () if run_dir.store.uri else run.parents
@@ -146,25 +146,25 @@ def prepare(
         dataset = _open_dataset(job, run_dir, run, run_dir.copies if keeps_copies else None)
         functions = open_functions(job)
         answers = plan_answers(job, functions)
-        faults = Faults()  # The faults of checks and templates are shown together, in one message.
+        faults = Faults()  # collects all faults, to show them in one message
         if answers.checks:
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
 
-            with faults.collect():  # The object is made only for the errors that its constructor raises.
+            with faults.collect():  # made only for the errors of its constructor
                 AnswerConditions(job, answers, dataset.schema.names)
         with faults.collect():
             renderer = Renderer(job, dataset, answers, functions)
         faults.raise_all()
         dataset.log_notes(renderer.columns)
         before = None if fresh else _fingerprint_of(run_dir)
-        if before is not None:  # Files to which rows were appended are recognized as those of the run.
+        if before is not None:  # files may have grown since the earlier start
             dataset.recognize(before["files"])
         elif job.output.reuse is not None:
-            # The answers of the other run can be reused only if the fields of the prompts have the same
+            # The answers of the other run can be reused only if the fields of the prompts are in the same
             # order.
             before = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, before=before)
-    except BaseException:  # A job that is refused leaves no copies and no processes behind.
+    except BaseException:  # a refused job leaves no copies and no processes behind
         drop_copies(run_dir)
         if functions is not None:
             functions.close()
@@ -236,35 +236,35 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
         if run_dir.run_json.exists() and not is_done:
             return
         if run_dir.copies.exists():
-            # Once the run is done, the caller may still hold the lock of its own task. Before a run has
-            # begun, every lock belongs to another process.
+            # If the run is done, the caller may still hold its own lock. Before a run, every lock belongs to
+            # another process.
             possible_users = run_dir.other_tasks() if is_done else run_dir.all_tasks()
             if _is_held(possible_users):
                 return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
-        # If the run has not begun, its directory is empty. Otherwise `rmdir` fails, and the directory stays.
+        # `rmdir` removes only an empty directory, that of a run that has not begun.
         run_dir.path.rmdir()
 
 
 def leave(prepared: PreparedJob) -> None:
-    """Close the job. Delete copies of the input and working copies that no later start needs."""
+    """Close the job, and delete its copies of files that no later start needs."""
     run_dir = prepared.run_dir
     is_done = read_json(run_dir.report_json).get("rows_left") == 0
     drop_copies(run_dir, is_done=is_done)
     if is_done:
-        with contextlib.suppress(OSError):  # Files that stay do no harm.
+        with contextlib.suppress(OSError):  # files that stay do no harm
             remove_sorted_copies(run_dir.task_directory)
             for path in run_dir.tasks.glob(f"*/{SEGMENT}*"):  # answers of rollouts that a dead worker stored
                 path.unlink(missing_ok=True)
     prepared.close()
-    # A worker with --join gets a new name at each start. So its working copy (the files of a run in an object
-    # store, on this machine) is needed only for its journals.
+    # A worker with --join gets a new name at each start. So its working copy (local files of a run in an
+    # object store) is needed only for its journals.
     if prepared.joins and not any(run_dir.task_directory.glob("journal-*")):
         run_dir.store.discard_copy(run_dir.task)
 
 
 def _is_held(tasks: list[RunDir]) -> bool:
-    """Return whether a process is running as one of these workers, even if its engine is still starting."""
+    """Return whether a process runs as one of these workers. Its engine may still be starting."""
     return any(holders_of([(task, None) for task in tasks], watch=False))
 
 
@@ -278,7 +278,7 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     _refuse_results(job.input.path, dataset)
     for file in dataset.files:
-        # Links are resolved only on a disk. The paths of an object store (`input_place`) have none.
+        # Only paths on a disk can have links. Paths in an object store are used unchanged.
         real = file.path if run_dir.store.input_place else os.path.realpath(file.path)
         if is_below(real, run):
             raise OutputError(
@@ -322,7 +322,7 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
         return
     for directory in sorted({Path(file.path).parent for file in dataset.files}):
         run = directory.parent
-        if run in map(Path, paths):  # The path of a run stands for its merged results.
+        if run in map(Path, paths):  # the path of a run stands for its merged results
             continue
         if directory.name in RESULT_DIRECTORIES and holds_run(run):
             raise InputError(
@@ -332,14 +332,14 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
 
 
 def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None = None) -> None:
-    """Raise ResumeError if the output path holds another run, or results without a run.json.
+    """Raise ResumeError if the output path has another run, or results without a run.json.
 
     The `model` and the version of its `weights` are compared if they are known.
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
-    # A run of one worker may go on with --join, because a plan leaves out the rows that are done. A run that
-    # was begun with --join must go on with --join, because other workers may hold leases.
+    # A run of one worker may go on with --join. A run with --join must go on with it, because other workers
+    # may still do some of its rows.
     if not prepared.joins and run_dir.store.names(run_dir.leases):
         raise ResumeError(
             f"{run_dir.name}: this run was started with --join: add --join, or use another output.path"
@@ -351,7 +351,8 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
                 hint=f"use another output.path, or discard the results with {DISCARD}",
             )
         return
-    # Versions of the weights are compared only if both are known. Otherwise the old version stands for both.
+    # Versions of the weights are compared only if both are known. If one is unknown, the old version is used
+    # for both.
     old_weights = old["engine"].get("weights")
     new_weights = weights if old_weights and weights else old_weights
     check_same_run(

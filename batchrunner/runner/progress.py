@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {elapsed} {desc}"
 """Format of tqdm's bar. The bar is short, because the state of the run must fit into the same line."""
 LINE_EVERY_S = 5.0
-"""Seconds between two lines of `ProgressLines`."""
+"""Seconds between two lines of progress in the log of a batch job."""
 
 
 def sample_line(sample: RunSample) -> str:
-    """Return the state of a run as one line, the most important facts first.
+    """Return the state of a run as one line.
 
-    A terminal may cut the end off.
+    The most important facts come first, because a terminal may cut the end off.
     """
     total = sample.rows_total
     parts = [f"{sample.rows_done:,}{f'/{total:,}' if total else ''} rows"]
@@ -63,7 +63,7 @@ def sample_line(sample: RunSample) -> str:
 
 
 def _load_parts(sample: RunSample) -> list[str]:
-    """Return the load of the engine and the load states of its schedulers, for the line of a run's state.
+    """Return the engine's load and its schedulers' load states, as parts of the progress line.
 
     `#running-req` and `#queue-req` are sums over the schedulers. The range in brackets is the healthy length
     of a scheduler's queue.
@@ -82,7 +82,7 @@ def _load_parts(sample: RunSample) -> list[str]:
         f"#queue-req {sum(load.queue for load in loads):,}{healthy}",
         f"usage {usage}",
     ]
-    # The event log of another version of batchrunner may have states that are not in `Corner`.
+    # The event log may come from another version of batchrunner, with other states than in `Corner`.
     corners = Counter(load.corner for load in loads if load.corner in set(Corner))
     for corner, count in corners.most_common():
         words = Corner(corner).words
@@ -91,7 +91,7 @@ def _load_parts(sample: RunSample) -> list[str]:
 
 
 def _rollout_parts(rollouts: RolloutSample) -> list[str]:
-    """Return the state of the multi-turn rollouts, for the line of a run's state."""
+    """Return the state of the multi-turn rollouts, as parts of the progress line."""
     waiting = f"{rollouts.waiting_for_tools:,} wait for tools"
     if rollouts.blocked:
         waiting = f"{rollouts.blocked:,} wait for a rollout that blocks their process"
@@ -115,7 +115,7 @@ class ProgressLines(Display):
     _shown: tuple[float, bool] | None = None
 
     def show(self, sample: RunSample) -> None:
-        """Print a line if the last line is old enough, or if the run has begun to stop."""
+        """Print a line if the last one is 5 s old, or if the run has begun to stop."""
         now = time.monotonic() // LINE_EVERY_S, sample.stopping
         if now != self._shown:
             self._shown = now
@@ -133,15 +133,15 @@ class ProgressBar(Display):
             from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
 
             bar = BAR_FORMAT if sample.rows_total else "{elapsed} {desc}"
-            # With a delay, tqdm does not print a bar before its description is set.
+            # The delay keeps tqdm from printing a bar before its description is set.
             self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)
-        # The total may change during the run, because other workers may add rows.
+        # The total may change during the run, as other workers may add rows.
         self._bar.n, self._bar.total = sample.rows_done, sample.rows_total
-        with contextlib.suppress(OSError):  # The terminal may have been closed.
+        with contextlib.suppress(OSError):  # the terminal may have been closed
             self._bar.set_description_str(sample_line(sample))
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """End the bar, with the last state left on the screen."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.close()
@@ -213,15 +213,15 @@ class ProgressCalls(Display):
                     simulated=sample.simulated,
                 )
             )
-        except Exception:  # An error of a display must not end a long run.
+        except Exception:  # an error of a display must not end a long run
             log.exception("on_progress raised an exception: the function is not called any more")
             self._listener = None
 
 
 def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> list[Display]:
-    """Return the displays that a program asks for: a progress bar, calls of `on_progress`, both or neither.
+    """Return the displays of a run: a progress bar, calls of the function `on_progress`, both or neither.
 
-    Raises JobError for an asynchronous function `on_progress`, because nothing would await its calls.
+    Raises JobError if `on_progress` is asynchronous, because nothing would await it.
     """
     if inspect.iscoroutinefunction(on_progress):
         raise JobError(

@@ -30,22 +30,21 @@ _OWN_RULES = ("DeepseekV4", "KimiK3", "Inkling")
 
 
 class PromptCheck:
-    """Checks a job's prompts with the model's files. Without files on this machine, it checks little."""
+    """Checks a job's prompts with the model's files, as far as they are on this machine."""
 
     def __init__(self, job: Job) -> None:
         """Find the model's files, if the job starts the server itself."""
         self.engine = job.engine.kind
-        """Kind of the engine."""
         self.unknown: str | None = None
-        """Part of the job that only a start of the run can check, in words; None if there is none."""
+        """What only a start of the run can check, in words; None if there is nothing."""
         self._directory: Path | None = None
         """Directory of the model's files; None if they are not on this machine."""
         self._chat: ChatTemplate | None = None
         """Chat template of the model; None if chats are not checked."""
         self._chat_problem: str | None = None
-        """Reason for which the chat template cannot be loaded; None if it can be loaded."""
+        """Why the chat template cannot be loaded; None if it can."""
         self._begins_twice = Counter[str]()
-        """Number of prompts whose text begins with a special token that the tokenizer adds as well, by token.
+        """For each special token that the tokenizer adds, the number of prompts that already begin with it.
         """
         if isinstance(job.engine, ServerEngine):
             has_chats = job.prompt.is_batch or (job.prompt.is_chat and job.prompt.rollout is None)
@@ -54,7 +53,7 @@ class PromptCheck:
             self.unknown = "the servers"
 
     def _find_files(self, engine: ServerEngine, *, has_chats: bool) -> None:
-        """Find the model's directory; for a job with chats, load the chat template too."""
+        """Find the model's directory. For a job with chats, load the chat template too."""
         directory = model_directory(engine.model, engine.args.get("revision"))
         if not directory.exists():
             self.unknown = f"engine.model {engine.model}: its files are not on this machine"
@@ -85,8 +84,8 @@ class PromptCheck:
             raise RowRefusedError(self._chat_problem)
         if self._chat is not None:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
-                # With a body that is not a valid chat, the template fails with these errors. They are
-                # ignored, because the server has a better message for such a body.
+                # These errors come from a body that is not a valid chat. They are ignored, because the server
+                # has a better message for it.
                 self._chat.refuse_failing(body)
 
     def look_at_text(self, prompt: object) -> None:
@@ -106,10 +105,7 @@ class PromptCheck:
 
 
 def _why_unknown(engine: ServerEngine, directory: Path) -> str | None:
-    """Return what is not checked and why, if the model's chat template does not determine chat prompts.
-
-    Return None if it does.
-    """
+    """Return why chat prompts are not checked; None if the model's chat template determines them."""
     for name in CHAT_ARGUMENTS:
         if name_in(engine.args, name) in engine.args:
             return f"chat prompts, because engine.args.{name} changes how SGLang builds them"

@@ -1,8 +1,8 @@
-"""Reuse of another run's answers to equal requests (`output.reuse`), before any row is sent.
+"""Copies another run's answers to equal requests (`output.reuse`) before any row is sent.
 
-duckdb joins the digests of both runs' requests, and puts the answers into the order of the new input, in
-bounded memory. The answers are written as part files (Parquet files of results) of the new run, so no later
-step sends their rows. The job's `parse` function is called again on these answers.
+duckdb joins the digests of both runs' requests, and sorts the answers into the order of the new input, in
+bounded memory. They are written as Parquet files of the new run, so their rows are not sent. The job's
+`parse` function is called on them again.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _ASKED = {"digest": pa.binary(), "new_row": pa.int64(), "shares": pa.bool_(), "i
 the request may get the same answer as an equal request. `is_wanted` tells whether the row of the request has
 no result yet."""
 _ALL = "TRUE"
-"""SQL condition for the stored answers that may be reused: all answers without an error."""
+"""SQL condition for stored answers that may be reused: all of them."""
 _UNCUT = f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
-"""SQL condition for the stored answers that may be reused: those that are not truncated."""
+"""SQL condition for stored answers that may be reused: those that are not truncated."""
 _JOIN = """
 CREATE TABLE equal AS
 WITH good AS (
@@ -103,7 +103,7 @@ class Reuse:
             raise JobError(message, hint="leave out output.reuse, or give both jobs the same settings")
 
     def _problem(self, model: str | None, weights: str | None) -> str | None:
-        """Return the reason for which no answer of the other run can be used; None if some can be used."""
+        """Return why no answer of the other run can be used; None if some can be used."""
         prepared = self._prepared
         if self._run.path.resolve() == prepared.run_dir.path.resolve():
             return "is the output path of this job itself"
@@ -114,7 +114,8 @@ class Reuse:
         difference = self._difference(model, weights)
         if difference is not None:
             return difference
-        # run.json lists each code that the function had. Answers that another code accepted cannot be used.
+        # run.json lists all versions of the function's code. Answers that another version accepted cannot be
+        # used.
         check_digest = prepared.code_digests.get(CHECK)
         digests = [check_digest] if check_digest else None
         if self._facts.get(CODE, {}).get(CHECK) != digests:
@@ -122,11 +123,11 @@ class Reuse:
         return None
 
     def _difference(self, model: str | None, weights: str | None) -> str | None:
-        """Describe the first setting whose difference makes the answers unusable; None if there is none."""
+        """Describe the first setting that differs, so that the answers cannot be used; None if none does."""
         prepared, old = self._prepared, self._facts["fingerprint"]
         new = prepared.fingerprint(model or old["model"])
-        # With "longer", the other run may have answers that are longer than this job allows. All other values
-        # of `on_length` need not be the same.
+        # With "longer", the other run may have longer answers than this job allows. Other values of
+        # `on_length` may differ.
         if old["accept"]["on_length"] != "longer":
             new["accept"]["on_length"] = old["accept"]["on_length"]
         pairs = {name: (old[name], new[name]) for name in ("task", "model", "accept")}
@@ -135,8 +136,8 @@ class Reuse:
         old_weights = self._facts["engine"].get("weights")
         if old_weights and weights:
             pairs["weight_version"] = old_weights, weights
-        # The columns of a task such as embedding are stored, so their types must be the same. For a generate
-        # job, these are the columns of `parse`, which is called again.
+        # Stored columns of a task such as embedding must have the same types. A generate job has only columns
+        # of `parse`, which is called again.
         if prepared.answers.task is not None:
             for name, _ in prepared.answers.parsed:
                 pairs[name] = old["columns"].get(name), new["columns"].get(name)
@@ -163,7 +164,7 @@ class Reuse:
         reused = BitMap64()
         part_rows = self._prepared.job.output.part_rows
         chunk_rows = min(CHUNK_ROWS, part_rows)
-        # If this process is killed, the next sort of rows deletes the directory, because of its name.
+        # If this process is killed, the name of the directory makes the next sort of rows delete it.
         work = run_dir.task_directory / "order-reuse"
         shutil.rmtree(work, ignore_errors=True)
         with writing(work), ExitStack() as stack:
@@ -220,7 +221,7 @@ class Reuse:
             computed_names |= {name for name, _ in prepared.answers.parsed}
         names = {*schema.names} - computed_names
         stored_names = {name for stored_schema in stored_schemas for name in stored_schema.names}
-        # The other run was made by an earlier version, whose part files lack some columns.
+        # An earlier version of batchrunner wrote the other run, without some of the columns.
         if not stored_names.issuperset(names):
             return
         # The metadata names the model that made the answers.
@@ -234,7 +235,7 @@ class Reuse:
         with closing(DatasetReader(prepared.dataset, prepared.renderer.columns)) as reader:
             for answers in database.sql(_ANSWERS).to_arrow_reader(chunk_rows):
                 position = 0
-                # The rows of these answers are read again, for the columns that are copied from the input.
+                # Read the rows again, for the columns that are copied from the input.
                 for batch in reader.read(rows_of_column(pa.chunked_array([answers.column("row")]))):
                     self._control.check()
                     carried = prepared.renderer.carried(batch)
@@ -248,7 +249,7 @@ class Reuse:
     def _table(
         self, answers: pa.RecordBatch, carried: pa.RecordBatch, stored_names: set[str], schema: pa.Schema
     ) -> pa.Table:
-        """Return a table with this schema: stored columns, copied columns, and the columns of `parse`.
+        """Return a table of results with this schema: stored columns, input columns, and columns of `parse`.
 
         `answers` has the stored columns `stored_names`. `carried` has the columns that are copied from the
         input, for the same rows.
@@ -293,7 +294,7 @@ class Reuse:
             ]
             columns["error"].append(errors[0] if errors else None)
             for name, _ in facts.columns:
-                if errors:  # A row fails as a whole if one of its completions cannot be parsed.
+                if errors:  # a row fails if one of its completions cannot be parsed
                     columns[name].append(None)
                 elif samples == 1:
                     columns[name].append(results_of_row[0].value[name])
@@ -307,10 +308,10 @@ class Reuse:
         for items in self._prepared.batches(selected, self._control.check):
             for item in items:
                 row, _, position, digests_of_batch = item.ref
-                # An item that cannot be sent has no request, and gets no stored answer.
+                # A row that cannot be sent has no request, and gets no stored answer.
                 if isinstance(item, Request) and digests_of_batch:
                     digests.write(item, prompt_bytes(item))
-                    # Equal requests may share one answer only if both conditions hold.
+                    # Equal requests share an answer only if it is deterministic and the job allows it.
                     shares = is_repeatable(item) and self._prepared.dedupes
                     yield digests_of_batch[position], row, shares, row in missing
 

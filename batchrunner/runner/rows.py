@@ -1,6 +1,6 @@
-"""The rows of a run's input files, which are read and rendered while earlier rows are sent.
+"""Reads the rows of a run's input files, and builds their prompts while earlier rows are sent.
 
-A worker gets its rows in leases: all rows of a run as one lease, or several leases of a run that it shares.
+A worker gets its rows in leases (parts of the rows). A run with one worker is a single lease.
 """
 
 from __future__ import annotations
@@ -29,32 +29,31 @@ log = logging.getLogger(__name__)
 
 
 class TaskRows(ABC):
-    """The rows that a worker does, in one lease or in several. They are the dispatcher's `RowSource`."""
+    """The rows that a worker has to do. It gets them in one or several parts (leases)."""
 
     is_shared: bool
     """Whether other workers may do some of the run's rows, now or later."""
 
     def __init__(self, prepared: PreparedJob, turns: TurnStore | None = None) -> None:
-        """Read the rows from the input of `prepared`. `turns` stores the answers of rollouts."""
+        """Read the rows from the input of `prepared`; `turns` stores the answers of multi-turn rollouts."""
         self._prepared = prepared
         self._turns = turns
         self._stopped = threading.Event()
         self._to_read = 0
-        """Number of rows in taken leases that have not been read yet."""
+        """Number of unread rows in the leases that this worker has taken."""
         self._reader: DatasetReader | SortedCopy | None = None
         self._read_copy: Path | None = None
-        """The sorted copy that the reader reads; None for the input itself."""
+        """The sorted copy of the input that is being read; None for the input itself."""
         self.kind = prepared.renderer.kind
         """Kind of all prompts; None if their kinds may differ."""
         self.names: Sequence[str] = prepared.dataset.schema.names
-        """Names of the columns."""
 
     @property
     @abstractmethod
     def total(self) -> int:
-        """Number of rows of this worker, including rows that earlier attempts finished.
+        """Number of rows of this worker, including rows that it finished at earlier starts.
 
-        An estimate if workers share the run.
+        An estimate if several workers share the run.
         """
 
     @property
@@ -74,7 +73,7 @@ class TaskRows(ABC):
         """Leave the unfinished rows of this worker to other workers. Blocks, and may raise OSError."""
 
     def committed(self, rows: BitMap64) -> None:
-        """Record that rows are in a part file, so that their stored answers of rollouts can be deleted.
+        """Record that rows are in a part file (results in Parquet), so their stored rollouts can be deleted.
 
         Called in a thread. May block and raise OSError.
         """
@@ -86,7 +85,7 @@ class TaskRows(ABC):
         return None
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return the number of rows that other living workers will do, and the number that nobody will do."""
+        """Return how many rows other living workers will do, and how many nobody will do."""
         return 0, 0
 
     def stop(self) -> None:
@@ -94,7 +93,7 @@ class TaskRows(ABC):
         self._stopped.set()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Read and render rows, and yield a bounded batch at a time. Blocks.
+        """Read rows, build their prompts, and yield a bounded batch of requests at a time. Blocks.
 
         An empty batch means that the next rows may take a while, so the rows read so far should be sent now.
         Raises InputLostError, InputChangedError or StorageError.
@@ -107,14 +106,14 @@ class TaskRows(ABC):
                 if self._turns is not None:
                     self._turns.load(lease)
                 for batch in self._read(lease):
-                    # `Reorderer` stores the digests of the requests in this list later.
+                    # `Reorderer` fills in the digests of the requests later.
                     digests: list[bytes | None] = [None] * len(batch.rows)
                     yield self._prepared.renderer.render(batch, self._stopped.is_set, digests)
                     self._to_read -= len(batch.rows)
                 lease = self.take(wait=False)
                 if lease is None:
-                    # An empty batch makes the feeder send the rows that were read so far, because the next
-                    # lease may take a while.
+                    # The next lease may take a while. An empty batch makes the feeder send the rows that were
+                    # read so far.
                     yield []
                     lease = self.take(wait=True)
         finally:
@@ -130,7 +129,7 @@ class TaskRows(ABC):
         if lease.copy != self._read_copy:
             self._close()
         self._read_copy = lease.copy
-        # This open is not repeated after an error, because a sorted copy that was deleted does not come back.
+        # Opening is not repeated after an error: a deleted sorted copy does not come back.
         self._reader = self._reader or self._open()
         unread = lease.rows.copy()
         batches: Iterator[RowBatch] | None = None
@@ -151,12 +150,12 @@ class TaskRows(ABC):
                 continue
             if batch is None:
                 return
-            pauses_s = iter(TIMING.read_retries)  # After a success, the next failure has all its retries.
+            pauses_s = iter(TIMING.read_retries)  # after a success, all retries are available again
             yield batch
             unread -= BitMap64(batch.rows)
 
     def _open(self) -> DatasetReader | SortedCopy:
-        """Open the sorted copy of the lease, or else the input itself."""
+        """Open the sorted copy of the input if the lease uses one, else the input itself."""
         if self._read_copy is not None:
             return SortedCopy(self._read_copy)
         return DatasetReader(self._prepared.dataset, self._prepared.renderer.columns)
@@ -181,10 +180,10 @@ class FixedRows(TaskRows):
         copy: Path | None = None,
         turns: TurnStore | None = None,
     ) -> None:
-        """Hold the `rows` to send. `total` also counts the rows that were finished before.
+        """Take the `rows` to send; `total` also counts the rows that were finished before.
 
         `copy` is the sorted copy of the input in whose order the rows are sent; None for input order. `turns`
-        stores the answers of rollouts.
+        stores the answers of multi-turn rollouts.
         """
         super().__init__(prepared, turns)
         self._lease: Lease | None = Lease(number=0, turn=0, rows=rows, positions=None, copy=copy)
@@ -193,7 +192,7 @@ class FixedRows(TaskRows):
 
     @property
     def total(self) -> int:
-        """Number of rows, including rows that earlier attempts finished."""
+        """Number of rows, including rows that were finished at earlier starts."""
         return self._total
 
     @property
@@ -203,7 +202,7 @@ class FixedRows(TaskRows):
 
     def take(self, *, wait: bool) -> Lease | None:
         """Take the lease with all rows. Later calls return None."""
-        del wait  # There is only one lease, so waiting would never bring another one.
+        del wait  # there is only one lease
         lease, self._lease = self._lease, None
         return lease
 

@@ -1,4 +1,4 @@
-"""One attempt at a job: plan → open → send → report."""
+"""One start of a job: plan the rows, open the engine, send the rows, report."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ T = TypeVar("T")
 
 GC_THRESHOLD = 10_000
 """Number of new Python objects between two searches for garbage cycles. With Python's default of 700, a
-search ran every few rows and visited all rows that waited to be written, which took a quarter of the CPU
-time."""
+search ran every few rows and visited all rows that waited to be written. This took a quarter of the CPU time.
+"""
 SPOOL_S = 1.0
-"""Maximum seconds until a row is in the journal on this machine, for a run in an object store. Its part file
-(a Parquet file of results) is uploaded later."""
+"""For a run in an object store: maximum seconds until a finished row is in the journal on this machine. It is
+uploaded later, in a Parquet file."""
 OF_RUN = ("exit_code", "reason", "next_step", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
-"""Fields of report.json that an attempt without work writes again, because an earlier attempt may have died
+"""Fields of report.json that are written even if no row was left to send. The earlier start may have died
 before it wrote its report."""
 
 
@@ -140,7 +140,7 @@ async def execute(
             opened.check(job)
             return opened
 
-        # plan
+        # Plan the rows to send.
         finder = WorkFinder(
             prepared=prepared, start=start, lock=lock, control=control, events=events, turns=turns
         )
@@ -148,7 +148,7 @@ async def execute(
         weights: str | None = None
         ready: SharedEngine | None = None
         if start.discards and job.output.reuse is not None:
-            # Planning will discard old results and store reused answers, so the engine must be ready first.
+            # The plan discards old results and stores reused answers, so the engine must be ready first.
             await control.run(lambda: finder.check(model))
             ready = await ready_engine()
             model, weights = ready.info.model, ready.info.weights
@@ -160,16 +160,16 @@ async def execute(
             code_versions(read_run_json(run_dir), prepared.code_digests)
             return report_of_empty(prepared, work)
 
-        # open
+        # Open the engine.
         ready = ready or await ready_engine()
         if model_of(job.engine) is None and work.discard != "run":
-            # Only the open engine could tell the model, so the comparison with the stored results comes now.
+            # Only the open engine could tell its model, so it is compared with the stored results now.
             info = ready.info
             await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
-        # Results are discarded only now, because an attempt that is refused must not change anything.
+        # Results are discarded only now. A start that is refused must not change anything.
         await control.run(lambda: finder.discard_outdated(work.discard))
 
-        # send, report
+        # Send the rows, and report.
         with contextlib.closing(events):
             events.open()
             run = Run(
@@ -183,7 +183,6 @@ async def execute(
                 events=events,
                 control=control,
                 displays=displays,
-                # No other run can use the job's own engine, so its rows are not charged.
                 account=None if engine is None else account or Account(),
             )
             return await run.send_and_report()
@@ -191,7 +190,10 @@ async def execute(
 
 @contextlib.contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Search for garbage cycles rarely during the block. A nested block leaves the setting as it is."""
+    """Let Python search for garbage cycles rarely during the block.
+
+    A nested block leaves the setting as it is.
+    """
     threshold = gc.get_threshold()
     # A program may have switched the search off (0), or made it as rare already.
     if not 0 < threshold[0] < GC_THRESHOLD:
@@ -217,7 +219,7 @@ async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, cont
 
 
 def turn_store(prepared: PreparedJob, lock: TaskLock, disk: DiskWait) -> TurnStore | None:
-    """Return the store of the answers of rollouts; None for a job without rollouts."""
+    """Return the store of the answers of multi-turn rollouts; None for a job without rollouts."""
     if prepared.job.prompt.rollout is None:
         return None
     from batchrunner.output.turns import TurnStore  # noqa: PLC0415 - only where there are rollouts
@@ -228,13 +230,13 @@ def turn_store(prepared: PreparedJob, lock: TaskLock, disk: DiskWait) -> TurnSto
 async def give_back(rows: TaskRows, lock: TaskLock) -> None:
     """Read no more rows, and leave the remaining rows to other workers.
 
-    If the lock was abandoned, this worker does not know which of its rows are on disk. So it does not end its
-    leases; the worker that takes over does that after it has recovered the rows.
+    If the lock was abandoned, this worker does not know which of its rows are on disk. It then keeps its
+    leases (parts of the rows). The worker that takes over recovers the rows, and ends the leases.
     """
     rows.stop()
 
     def give_back_now() -> None:
-        lock.verify()  # If another worker has taken over the lock, that worker ends the leases.
+        lock.verify()  # another worker may have taken over the lock and the leases
         rows.give_back()
 
     if not lock.is_abandoned:
@@ -246,7 +248,7 @@ async def give_back(rows: TaskRows, lock: TaskLock) -> None:
 
 
 def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
-    """Return the report of an attempt that found nothing to do, and write it to report.json."""
+    """Write and return the report of a start that found nothing to do."""
     job, run_dir = prepared.job, prepared.run_dir
     report = make_report(run_dir, work.done_before, work.rows.total, work.counts)
     end = RunEnd(
@@ -265,8 +267,8 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
     report = replace(report, **verdict._asdict(), simulated=simulated)
     if not prepared.joins:
         values = report.as_dict()
-        # The report of the last attempt with work has measured rates and times, which are 0 in this report.
-        # So only the fields in OF_RUN, which describe the run as a whole, replace those of that report.
+        # The stored report has the measured rates and times of the last start that sent rows. They would be 0
+        # here, so only the fields in OF_RUN are replaced.
         last_values = read_json(run_dir.report_json)
         save_report(run_dir, {**values, **last_values, **{name: values[name] for name in OF_RUN}})
     return report
@@ -274,7 +276,7 @@ def report_of_empty(prepared: PreparedJob, work: Work) -> Report:
 
 @dataclass
 class SendingEnd:
-    """How the sending of an attempt ended."""
+    """How the sending of the rows ended."""
 
     failure: BatchrunError | None = None
     """Error that stopped the run; None if there was none."""
@@ -286,24 +288,24 @@ class SendingEnd:
 
 @dataclass(kw_only=True)
 class Run:
-    """An attempt with work to do and an open engine: sends the rows, writes the results, and reports."""
+    """Sends the rows of a run to an open engine, writes the results, and reports."""
 
     prepared: PreparedJob
     start: StartOptions
     work: Work
     engine: SharedEngine
     lock: TaskLock
-    """The lock of the worker, which the caller holds."""
+    """The worker's lock, which the caller holds."""
     disk: DiskWait
     turns: TurnStore | None
-    """Store of the answers of rollouts; None if the job has no rollouts."""
+    """Store of the answers of multi-turn rollouts; None if the job has none."""
     events: EventLog
     control: Control
     displays: Sequence[Display]
     account: Account | None
-    """Account that pays for the rows; None if no other run can use the engine."""
+    """Owner of the run, for a fair division of a shared engine. None if no other run can use the engine."""
     began: float = field(default_factory=time.monotonic)
-    """Time at which the attempt began, on the monotonic clock."""
+    """Time at which this start of the run began, on the monotonic clock."""
 
     async def send_and_report(self) -> Report:
         """Send all rows and return the report, which is also in report.json.
@@ -318,7 +320,7 @@ class Run:
         # Another process may have taken the lock while the engine started.
         self.lock.verify()
 
-        # A job that was refused must not change run.json, so it is written only now.
+        # A refused job must not change run.json, so it is written only now.
         self._write_run_json()
         self._log_begin(load_control, why_window)
         end, self.control.stage = SendingEnd(), "sending"
@@ -342,10 +344,8 @@ class Run:
             raise end.failure
         return report
 
-    # Build the components of the run
-
     async def _open_load_control(self) -> tuple[LoadControl, str]:
-        """Write the event `start`; return the load control and the reason for its first window."""
+        """Write the event `start`; return the load control and the reason for its first concurrency limit."""
         prepared, work, info = self.prepared, self.work, self.engine.info
         self.events.write(
             "start",
@@ -368,15 +368,15 @@ class Run:
         )
 
     def _writer(self) -> ResultWriter:
-        """Return the writer of the results.
+        """Return the writer of the results. Raises StorageError.
 
-        In an object store, part files make rows durable. Raises StorageError.
+        On a disk, the journal makes rows durable; in an object store, the uploaded part files do.
         """
         prepared, info = self.prepared, self.engine.info
         output = prepared.job.output
         durable_s, part_s = output.durable, TIMING.part
         is_in_store = prepared.run_dir.store.objects is not None
-        if is_in_store:  # In an object store, `output.durable` is the time until a part file is uploaded.
+        if is_in_store:  # here `output.durable` is the time until a part file is uploaded
             durable_s = min(output.durable, SPOOL_S)
             part_s = min(TIMING.part, output.uploaded_within_s * FLUSH_FRACTION)
         schema: pa.Schema = prepared.results_schema
@@ -391,7 +391,7 @@ class Run:
             plan=prepared.answers,
             durable_s=durable_s,
             part_s=part_s,
-            # On a disk the journal makes rows durable, so part files may come later and later.
+            # On a disk the journal makes rows durable, so part files can be written less and less often.
             lag_grows=not is_in_store,
             lock=self.lock,
             committed=self.work.rows.committed,
@@ -401,7 +401,7 @@ class Run:
     def _sending(self, load_control: LoadControl, writer: ResultWriter) -> Sending:
         """Return the sender of the rows. Raises CannotTokenizeError."""
         prepared, work = self.prepared, self.work
-        # An estimate is for all rows of the run, and not for a sample or one of several workers.
+        # The estimate covers all rows of the run, not a sample or the rows of one worker.
         is_as_estimated = self.start.sample is None and not self.start.join
         estimate = read_json(prepared.run_dir.path / ESTIMATE) if is_as_estimated else {}
         return Sending(
@@ -430,7 +430,7 @@ class Run:
         job = self.prepared.job
         if not isinstance(job.engine, ServerEngine):
             return None
-        if load_control.in_use:  # Another run on the same engine may tune the servers already.
+        if load_control.in_use:  # another run may already tune these servers
             return None
         from batchrunner.runner.adapt import adaptation_of  # noqa: PLC0415 - only for such engines
 
@@ -438,10 +438,10 @@ class Run:
         return adaptation_of(self.engine.engine, self.prepared.run_dir, ends_at)
 
     def _corpora(self, load_control: LoadControl) -> CorpusFeeder | None:
-        """Return the corpora for n-gram speculation; None if no server may get one.
+        """Return what gives servers earlier answers for n-gram speculation; None if no server may get any.
 
-        A corpus takes memory and time of a server, so background runs load none. If another run is using the
-        engine, that run may load corpora already.
+        Such a corpus takes memory and time of a server, so background runs load none. Another run on the same
+        engine may already load its own.
         """
         job, engine = self.prepared.job, self.engine.engine
         is_background = getattr(job.engine, "background", False)
@@ -456,7 +456,7 @@ class Run:
         fingerprint = self.prepared.fingerprint(self.engine.info.model)
         rows_total = self.work.rows_of_run
         plan = self.work.rows.newest_plan()
-        if plan is not None:  # Another worker may have planned rows of more input files.
+        if plan is not None:  # another worker may have added input files
             fingerprint, rows_total = {**plan.fingerprint, "model": self.engine.info.model}, plan.rows_total
         write_run_json(
             self.prepared.run_dir,
@@ -469,7 +469,7 @@ class Run:
         )
 
     def _log_begin(self, load_control: LoadControl, why_window: str) -> None:
-        """Log the number of rows to do, the window (maximum requests in flight) and the order of sending."""
+        """Log the number of rows to send, the concurrency limit, and the order of the rows."""
         work = self.work
         if self.start.sample is not None:
             why_window = "for the sample"
@@ -478,8 +478,6 @@ class Run:
         log.info("%s; window %s (%s)", rows, f"{window:,}", why_window)
         log.info("%s", work.order)
         self.events.write("order", **asdict(work.order))
-
-    # Send
 
     async def _send(self, sending: Sending, end: SendingEnd) -> None:
         """Send the rows, then look for changes of the input. Record in `end` how the sending ended."""
@@ -491,7 +489,7 @@ class Run:
         except BatchrunError as failure:
             end.failure = failure
         except asyncio.CancelledError:
-            # A stop at once cancels the sending. Any other cancellation was requested by the caller of the
+            # An immediate stop has cancelled the sending. Any other cancellation comes from the caller of the
             # run.
             if not self.control.at_once:
                 self.control.stop("cancelled")
@@ -514,9 +512,8 @@ class Run:
         try:
             await writer.close()
         except BaseException as failure:
-            # The error may also be a second cancellation. Rows may now be in a journal and in no part file.
-            # If another worker or machine may go on with the run, the mark of an abandoned lock tells it to
-            # recover the journal.
+            # Rows may now be in a journal and in no part file. The mark of an abandoned lock tells the next
+            # worker to recover the journal.
             end.is_on_disk = False
             if self.start.join or self.prepared.run_dir.store.uri:
                 self.lock.abandon()
@@ -528,20 +525,18 @@ class Run:
             self.turns.close()
         await give_back(self.work.rows, self.lock)
 
-    # Report
-
     def _report(self, sending: Sending, end: SendingEnd, earlier: Sequence[tuple[float, float]]) -> Report:
-        """Return the report of this attempt. `earlier` has the start and end times of earlier attempts."""
+        """Return the report. `earlier` has the start and end times of earlier starts of the run."""
         wall_s = time.monotonic() - self.began
         sending.progress.write_incidents()
         work, info = self.work, self.engine.info
         report = make_report(self.prepared.run_dir, work.done_before, work.rows.total, work.counts)
         held = unheld = 0
-        # Without a failure, the exit code depends on whether other workers do the remaining rows.
+        # The exit code depends on whether other workers do the remaining rows.
         if end.failure is None:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
-        # If rows of this worker remain, only these are reported as remaining.
+        # If rows of this worker remain, only those are reported.
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
         verdict = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:
@@ -567,7 +562,7 @@ class Run:
         )
 
     def _counted_on_disk(self, report: Report) -> Report:
-        """Return the report with the counts of the rows on disk. If these cannot be read, change nothing."""
+        """Return the report with the counts of the rows on disk, or unchanged if they cannot be read."""
         with contextlib.suppress(BatchrunError):
             done = read_done(self.prepared.run_dir)
             counts = done.counts
@@ -575,7 +570,7 @@ class Run:
         return report
 
     def _verdict(self, report: Report, end: SendingEnd, *, held: int, unheld: int) -> RunVerdict:
-        """Return the exit code of this attempt, and its reason.
+        """Return the exit code of this start, and its reason.
 
         `held` is the number of remaining rows that other living workers will do, and `unheld` the number of
         rows that nobody will do.
@@ -601,10 +596,10 @@ class Run:
         return verdict_of(run_end)
 
     def _end_of_run(self, end: RunEnd) -> RunEnd:
-        """Return the end of a shared run, for a worker that has done its rows.
+        """Return how a shared run ended, for a worker that has done its rows.
 
-        The last worker reads the part files of all workers, so that its exit code is that of the whole run.
-        In an object store it would have to fetch all results, so its exit code is that of its own rows.
+        The last worker reads the results of all workers, so that its exit code is that of the whole run. In
+        an object store it would have to fetch all results, so there its exit code is that of its own rows.
         """
         run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
         if end.rows_held or run_dir.store.uri:
@@ -615,7 +610,7 @@ class Run:
             stored = done_by_all(run_dir)
         except (OSError, BatchrunError) as failure:
             return replace(end, failure=BatchrunError(str(failure)))
-        if plan is not None:  # Another worker may have added rows.
+        if plan is not None:  # another worker may have added rows
             rows_of_run = plan.rows_total
         return replace(
             end,

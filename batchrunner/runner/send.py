@@ -1,7 +1,6 @@
 """Sends the rows of a run to an engine, and watches the engine's load.
 
-The outcomes of a run are written to the disk, and those of a stream are given to a program. Both are sent
-with this module.
+The results go to files or, for a stream, to a Python program.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Outlet(ResultSink, Protocol):
-    """Destination of outcomes: the writer of a run's results, or a program.
+    """Receives the outcomes of rows: the writer of result files, or a program.
 
     Used in the event loop of the run.
     """
@@ -61,13 +60,12 @@ class Outlet(ResultSink, Protocol):
 
 
 FEWEST_SENT = 100
-"""Minimum number of rows that must have been sent and ended before `limits.abort_failed_share` stops a
-run."""
+"""A run is stopped because of too many failed rows only after this many sent rows have ended."""
 
 
 @dataclass(slots=True, kw_only=True)
 class OutcomeSink:
-    """Parses the answer of every outcome, counts the outcome, and passes it to the outlet.
+    """Parses the answer of each row, counts the row, and passes it on to the outlet.
 
     A row keeps its answer even if the job's Python function cannot parse it. The run stops if too large a
     share of the sent rows failed.
@@ -78,7 +76,7 @@ class OutcomeSink:
     control: Control
     routes: Routes
     most_failed_share: float
-    """`limits.abort_failed_share`, from 0 to 1."""
+    """Fraction of failed rows at which the run stops (`limits.abort_failed_share`), from 0 to 1."""
     parser: HookPool | None
     """Pool that runs the job's Python function `parse`; None if the job has none."""
     _sent: int = 0
@@ -86,7 +84,7 @@ class OutcomeSink:
     _failed: int = 0
     """Number of rows in `_sent` that failed."""
     _last: tuple[Completion, Completion, str | None] | None = None
-    """The answer that was parsed last, the same answer with its parsed columns, and the error of `parse`."""
+    """The last parsed answer: as it came, with its parsed columns, and the error of `parse` or None."""
 
     async def put(self, outcome: Outcome) -> None:
         """Parse and count an outcome, and pass it on. Wait while the disk or the program is too slow.
@@ -95,9 +93,10 @@ class OutcomeSink:
         """
         if outcome.completion is not None and outcome.error is None and self.parser is not None:
             outcome = await self._parsed(outcome, outcome.completion, self.parser)
-        # Counted before `put`, because the outlet keeps the row even if a stop interrupts the wait of `put`.
+        # Counted before `put`. If a stop interrupts `put` while it waits, the outlet keeps the row all the
+        # same.
         self.counts.add(outcome)
-        if outcome.attempts:  # A row that was not sent says nothing about the engine or the other rows.
+        if outcome.attempts:  # a row that was not sent says nothing about the engine
             self._sent += 1
             if outcome.error is not None:
                 self._stop_if_too_many_fail()
@@ -157,8 +156,8 @@ async def _columns_of_answer(
 
 
 LOGGED_EVERY_S = 2.0
-"""Maximum seconds between two `sample` events of the event log, which makes 43,000 events a day. Samples are
-more frequent at the beginning of a run."""
+"""Maximum seconds between two `sample` events of the event log: 43,000 events a day. Events are more frequent
+at the beginning of a run."""
 
 
 class ReadableRows(RowSource, Protocol):
@@ -167,7 +166,6 @@ class ReadableRows(RowSource, Protocol):
     kind: PromptKind | None
     """Kind of all prompts; None if their kinds may differ."""
     names: Sequence[str]
-    """Names of the columns."""
 
 
 class Sending:
@@ -195,22 +193,22 @@ class Sending:
         corpora: CorpusFeeder | None = None,
         account: Account | None = None,
     ) -> None:
-        """Build the objects in the order in which rows and load samples pass through them.
+        """Build the parts through which rows and load samples pass, in this order.
 
         - `job`: the job whose rows are sent.
         - `rows`: the source of the rows.
         - `engine`: the open engine to which the rows go.
-        - `load_control`: sets the windows, and shares them among the runs that use the engine.
+        - `load_control`: sets the concurrency limits, and divides them among runs on the engine.
         - `answers`: the columns and checks of the job's answers.
-        - `outlet`: takes the finished rows, for example the writer of part files (Parquet files of results).
+        - `outlet`: takes the finished rows, for example the writer of result files.
         - `counts`: the numbers of finished rows, which this object updates.
         - `events`: the event log.
         - `control`: stops the run.
         - `displays`: show load samples to the user.
-        - `began`: the time, on the monotonic clock, at which the attempt began.
+        - `began`: the time, on the monotonic clock, at which the run was started.
         - `functions`: runs the job's Python functions; None if the job has none.
-        - `done_before`: the rows that earlier attempts finished.
-        - `turns`: stores the answers of rollouts.
+        - `done_before`: the rows that earlier starts finished.
+        - `turns`: stores the answers of multi-turn rollouts.
         - `estimated_row_s`: the seconds per row that `batchrun estimate` predicted; None without an estimate.
         - `adaptation`: tunes the servers' flags during the run; None if the flags stay.
         - `corpora`: gives servers earlier answers for n-gram speculation.
@@ -222,11 +220,11 @@ class Sending:
         self._control, self._displays, self._load_control = control, displays, load_control
         self._began, self._adaptation = began, adaptation
         self._adapting: asyncio.Task[None] | None = None
-        """asyncio task in which flag tuning processes a load sample. A restart of servers may take minutes,
-        so polling does not wait for the task."""
+        """Task in which flag tuning processes a load sample. A restart may take minutes, so polling does not
+        wait for it."""
         self._corpora = corpora
         self._feeding: asyncio.Task[None] | None = None
-        """asyncio task in which `corpora` processes a load sample."""
+        """Task in which `corpora` processes a load sample."""
         self._loads: Sequence[SchedulerLoad] = ()
         """The newest load of each scheduler."""
         self._next_sample_at = 0.0
@@ -274,7 +272,7 @@ class Sending:
             engine=engine,
             urls=info.routes,
             keeps_prompts=job.accept.feedback,
-            # A background run computes no prefixes ahead, because the engine's users come first.
+            # A background run computes no prefixes in advance, because the engine's users come first.
             primes=info.yields is None,
         )
         self.bundles = BundleTotals()
@@ -322,7 +320,7 @@ class Sending:
         )
 
     async def send(self) -> None:
-        """Send rows until each has an outcome or the run is stopped. Raises BatchrunError.
+        """Send rows until each has an answer or an error, or the run is stopped. Raises BatchrunError.
 
         A gentle stop lets the rows in flight end. An immediate stop, or a cancellation, cancels them.
         """
@@ -349,17 +347,16 @@ class Sending:
     def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Show the state of the run after a poll of the load, and log the state from time to time.
 
-        After `limits.deadline`, drain the run. Raises the StorageError of a write that failed in the
-        background.
+        After `limits.deadline`, send no more rows. Raises the StorageError of a failed background write.
         """
         self._loads = loads
         sample = self.progress.polled(loads, now)
         self._show(sample)
         if now >= self._next_sample_at:
-            # Samples are taken more often early in a run: at intervals of 2 % of its age.
+            # Samples are more frequent early in a run: at intervals of 2 % of its age.
             self._next_sample_at = now + min(LOGGED_EVERY_S, (now - self._began) / 50)
             self._events.write("sample", **msgspec.to_builtins(sample))
-            # Flag tuning and corpora get the logged samples, unless they still process an earlier one.
+            # Flag tuning and corpora get this sample, unless they still process an earlier one.
             is_adapting = self._adapting is not None and not self._adapting.done()
             if self._adaptation is not None and not is_adapting:
                 self._adapting = asyncio.create_task(self._adapt(self._adaptation, sample, now))
@@ -380,7 +377,7 @@ class Sending:
             self._adaptation = None
 
     async def _feed(self, corpora: CorpusFeeder, sample: RunSample, now: float) -> None:
-        """Pass a load sample to the corpora. If that fails, the run goes on without corpora."""
+        """Let `corpora` process a load sample. If that fails, the run goes on without corpora."""
         try:
             await corpora.take(sample, now)
         except Exception:
@@ -398,7 +395,7 @@ class Sending:
             display.show(sample)
 
     def _stop(self, sending: asyncio.Future[None]) -> None:
-        """Send no more rows, because the run must stop; if it must stop at once, cancel `sending` too."""
+        """Send no more rows, because the run must stop. If it must stop at once, cancel `sending` too."""
         if self._control.reason is not None:
             self._backlog.stop()
             self._rows.stop()
@@ -409,10 +406,10 @@ class Sending:
 
 
 def _reorderer(job: Job, info: EngineInfo, schedulers: int, *, dedupe: bool) -> Reorderer:
-    """Return the reorderer for a job.
+    """Return what puts a job's rows into the order of sending.
 
-    Rows are reordered by shared prefixes on an engine with a prefix cache, and by output lengths if the task
-    decodes. They are reordered by prompt length only if there is neither decoding nor a prefix cache.
+    Rows are ordered by common prefixes if the engine has a prefix cache, and by output length if the task
+    decodes. With neither, they are ordered by prompt length.
     """
     reorders = job.order != "input" and job.prompt.rollout is None
     decodes = job.forward is None

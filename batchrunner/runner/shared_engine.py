@@ -1,4 +1,4 @@
-"""An open engine, and the concurrency limits that its runs share."""
+"""An open engine with the concurrency limits that its runs share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SharedEngine:
         self.info = info
         """Facts that the engine reports about itself, such as its model and its limits."""
         self._load_control: LoadControl | None = None
-        """Load control of the runs that are using the engine, or else of the run that used it last."""
+        """Load control of the runs that use the engine, or of the run that used it last."""
 
     async def load_control(
         self,
@@ -51,18 +51,17 @@ class SharedEngine:
         decodes: bool = True,
         prompt_bytes: float | None = None,
     ) -> tuple[LoadControl, str]:
-        """Return the load control for a run of a job, and the reason for its first window in words.
+        """Return the load control for a run, and the reason for its first concurrency limit in words.
 
-        A window is the maximum number of requests in flight to a scheduler. Runs on the engine share one load
-        control, unless their jobs set different windows. `unsent` is the number of rows to send, and `now`
-        the time on the monotonic clock. `decodes` is whether the model generates text. `prompt_bytes` is the
-        mean number of bytes of a row's prompt that the engine computes, without cached prefixes; None if
-        unknown.
+        The load control limits the requests in flight to each scheduler. Runs on the engine share one load
+        control, unless their jobs set different limits (`window`). `unsent` is the number of rows to send,
+        and `now` the time on the monotonic clock. `decodes` is whether the model generates text.
+        `prompt_bytes` is the mean size of a row's prompt without cached prefixes; None if unknown.
         """
         fixed = None if job.window == "auto" else job.window
         prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
         info = self.info
-        # Without decoding, the number of requests follows from the number of rows that fill a forward pass.
+        # Without decoding, the limit follows from the number of rows that fill a forward pass.
         passes = None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens)
         concurrency = ConcurrencyLimits(
             info,
@@ -74,7 +73,7 @@ class SharedEngine:
             prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
         )
         loads = await self.engine.loads()
-        # Read only after the await, because another run may have begun in the meantime.
+        # Read this only after the await, because another run may have begun in the meantime.
         current = self._load_control
         if current is not None and current.in_use and current.concurrency.fixed == fixed:
             return current, "shared with other runs"
@@ -89,7 +88,7 @@ class SharedEngine:
         return control, f"{first_windows[0].reason}{schedulers}"
 
     def check(self, job: Job) -> None:
-        """Raise EngineStartError if the engine cannot do a job; otherwise log the engine's notes."""
+        """Raise EngineStartError if the engine cannot run the job; otherwise log the engine's notes."""
         for name in job.prompt.media:
             kind = KIND_OF_FIELD[name]
             if getattr(self.info, f"takes_{kind.field}") is False:
@@ -117,11 +116,11 @@ class SharedEngine:
 async def open_engine_of(
     job: Job, task: TaskName, *, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
 ) -> SharedEngine:
-    """Open the engine of a job for a task of the model. `stack` closes the engine. Raises BatchrunError.
+    """Open the engine of a job, for what the model has to do (`task`). Raises BatchrunError.
 
-    `control` can stop the start.
+    `stack` closes the engine, and `control` can interrupt its start.
     """
-    shape = shape_of(job, task)  # Jobs of one shape share the flags that were tuned for one of them.
+    shape = shape_of(job, task)  # jobs with the same digest share tuned flags
     making = make_engine(engine_of(job), log_dir=log_directory, limits=job.limits, task=task, shape=shape)
     engine = await control.wait_for(making, "while the engine was starting")
     stack.push_async_callback(engine.close)
@@ -130,16 +129,14 @@ async def open_engine_of(
 
 
 def shape_of(job: Job, task: TaskName) -> str | None:
-    """Return a digest of a job's prompt, sampling and engine.
-
-    Jobs with the same digest can share tuned flags.
+    """Return a digest of a job's prompt, sampling and engine. Jobs with the same digest share tuned flags.
 
     Return None if the servers' flags must not change for this job.
     """
     engine = job.engine
     if not isinstance(engine, ServerEngine) or engine.adapt == "off":
         return None
-    if "config" in engine.args:  # An SGLang config file may set flags that are unknown here.
+    if "config" in engine.args:  # an SGLang config file may set unknown flags
         return None
     if task != GENERATE or job.window != "auto":
         return None
@@ -148,10 +145,10 @@ def shape_of(job: Job, task: TaskName) -> str | None:
 
 
 def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
-    """Return a warning if the file limit permits too few connections to the engine, else None.
+    """Return a warning if the limit of open files permits too few connections, else None.
 
-    A job that sets a window (`fixed`, the maximum number of requests in flight) needs as many connections.
-    Otherwise a job needs one connection for each request that the engine can run at once.
+    A job needs a connection for each request in flight: as many as `fixed`, if the job sets this limit, or
+    else as many as the engine can run at once.
     """
     needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
     if info.connections is None or info.connections >= needed:

@@ -11,8 +11,7 @@ from batchrunner.output.addresses import store_address
 from batchrunner.runner.check import check
 
 CLOSING_S = 20
-"""Seconds between the end of the drain and the time limit of Slurm. A task writes its last results and shuts
-its engine down in this time."""
+"""Seconds before Slurm's time limit in which a task writes its last results and shuts its engine down."""
 
 _SCRIPT = """\
 #!/bin/bash
@@ -82,7 +81,7 @@ def array_script(
     loaded = load_job(job, overrides=overrides)
     store = store_address(loaded.output.path)
     run = Path(store.name if store else loaded.output.path).expanduser().absolute()
-    logs = run.with_name(f"{run.name}.slurm")  # sbatch does not create this directory.
+    logs = run.with_name(f"{run.name}.slurm")  # sbatch does not create this directory
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
@@ -91,7 +90,7 @@ def array_script(
     options = ["--join"]
     for override in (f"limits.drain={drain_s}", *overrides):
         options += ["--set", override]
-    # sbatch replaces %A with the number of the array, and %a with that of the task.
+    # sbatch replaces %A with the array's job number, and %a with the task's number.
     pattern = str(logs).replace("%", "%%")
     return _SCRIPT.format(
         name=shlex.quote(f"--job-name={run.name}"),

@@ -24,7 +24,7 @@ from batchrunner.runner.leases import Leases
 from batchrunner.runner.progress import LINE_EVERY_S, sample_line
 
 MOST_NAMED = 8
-"""Maximum number of ended workers that are shown one by one. For more workers, only their sums are shown."""
+"""Maximum number of ended workers that are shown one by one. If there are more, only their sums are shown."""
 
 COST_SHARE = 0.1
 """Maximum fraction of the time that is spent on reading the run's files for the progress line."""
@@ -89,7 +89,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     workers share the run and have a plan. `watch` is as in `holders_of`.
     """
     run_dir = look_at_run(run)
-    # A run that has just begun has no run.json yet. Any other path without a run.json is an error.
+    # A run that has just begun may lack run.json. Any other path without run.json is an error.
     facts = read_run_json(run_dir) if holds_run(run_dir.path) else require_run_json(run_dir)
     run_dirs = run_dir.all_tasks()
     stored = [read_done(task) for task in run_dirs]
@@ -102,14 +102,13 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     leases = Leases(run_dir.leases)
     leases.refresh()
     current_samples = [task.last_sample for task in tasks if task.last_sample]
-    # The estimate of each worker implies a number of rows per second until its end. The sum over the workers
-    # is the speed of the run.
+    # Each worker's remaining time implies a number of rows per second. The sum is the speed of the run.
     expected_rows_per_s = sum(
         (sample.rows_total - sample.rows_done) / sample.time_left_s
         for sample in current_samples
         if sample.time_left_s
     )
-    # A row that two workers have done counts once.
+    # A row that two workers did counts once.
     on_disk = len(BitMap64().union(*(done.rows for done in stored)))
     running = [task.running for task in tasks if task.running]
     total = leases.plan.rows_total if leases.plan else None
@@ -142,7 +141,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
 
 
 def _count(leases: Leases) -> LeaseCounts:
-    """Return the numbers of the free, held and finished leases."""
+    """Count the free, held and finished leases (parts of the rows)."""
     free, held = len(leases.free()), leases.held()
     return LeaseCounts(
         total=len(leases),
@@ -153,7 +152,7 @@ def _count(leases: Leases) -> LeaseCounts:
 
 
 def _task(run_dir: RunDir, done: DoneRows, sample: LoggedSample | None, holder: str | None) -> TaskStatus:
-    """Return the state of one worker; `holder` is the process that runs as this worker, if there is one."""
+    """Return the state of one worker; `holder` is its process, None if it does not run."""
     counts = done.counts
     return TaskStatus(
         task=run_dir.task,
@@ -189,7 +188,7 @@ def _counts_line(state: RunStatus) -> str:
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
     tokens = state.output_tokens
-    # A run with rows but without output tokens has a task that generates no text.
+    # Rows without output tokens come from a task that generates no text.
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
     stored = f"{on_disk:,} rows on disk"
     if total is not None:
@@ -199,7 +198,10 @@ def _counts_line(state: RunStatus) -> str:
 
 
 def _worker_lines(state: RunStatus) -> list[str]:
-    """Return lines about the workers. If many workers have ended, one line has the sums over all of these."""
+    """Return lines about the workers.
+
+    If many workers have ended, one line has the sums over all of them.
+    """
     lines: list[str] = []
     held = state.leases.held if state.leases else {}
     ended = [task for task in state.tasks if not task.running and task.task != MAIN_TASK]
@@ -213,7 +215,7 @@ def _worker_lines(state: RunStatus) -> list[str]:
 
 
 def _how_to_go_on(state: RunStatus) -> str:
-    """Return a line with the reason for which a run stopped, if that is known, and with the next step."""
+    """Return a line that says why a run stopped, if known, and what to do next."""
     if not state.next_step:
         return f"not running: {state.reason}"
     return f"not running{f' ({state.reason})' if state.reason else ''}: {state.next_step}"
@@ -242,8 +244,8 @@ def show_progress(path: str, workers: int) -> float:
     `workers` is the number of workers that run.
     """
     started_at = time.monotonic()
-    with contextlib.suppress(BatchrunError):  # Before the first worker starts there is no run.
-        # Heartbeats are not watched, because the caller knows which workers live.
+    with contextlib.suppress(BatchrunError):  # no run yet before the first worker starts
+        # The heartbeats of workers are not watched, because the caller knows which workers live.
         state = status(path, watch=False)
         if state.rows_total is not None:
             line = (

@@ -1,4 +1,4 @@
-"""Streams: runs that take rows from a program, and give the program the outcome of each row when it ends."""
+"""Streams: runs that take rows from a Python program, and return each row to the program when it ends."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 256
-"""Maximum number of rows that are read ahead, of rows that are rendered together, and of finished rows that
-wait for the program."""
+"""Maximum number of rows that are read ahead, and of finished rows that wait for the program. Also the number
+of rows whose prompts are built together."""
 MOST_BYTES = 16 << 20
 """Maximum size in bytes of the rows that are read ahead."""
 MOST_RENDERERS = 64
-"""Maximum number of renderers that are kept. Rows with other columns or types need another renderer."""
+"""Maximum number of prompt renderers in memory. Rows with other columns or types need another renderer."""
 
 Piece: TypeAlias = dict[str, Any] | pa.RecordBatch
 """A row as a dict, or a batch of rows of a table."""
@@ -75,16 +75,16 @@ class RowBuffer:
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
-        """Rows, or batches of a table, that the program has passed and `take` has not returned."""
+        """Rows, or batches of a table, that wait for `take`."""
         self._rows = 0
         self._bytes = 0
         """Number and size of the rows in `_pieces`."""
         self._ended = False
-        """Whether the program has no more rows."""
+        """Whether the program has passed its last row."""
         self.stopped = False
         """Whether the stream needs no more rows."""
         self._changed = threading.Condition()
-        """Guards all attributes, and is notified when one of them changes."""
+        """Lock of all attributes; notified when one of them changes."""
         self.failure: BaseException | None = None
         """Exception that the program's iterator raised; None if it raised none."""
 
@@ -96,7 +96,7 @@ class RowBuffer:
     def offer(self, piece: Piece) -> bool:
         """Add a row or batch if there is room; return False if there is none.
 
-        A stopped buffer drops the row or batch and returns True.
+        A stopped buffer drops it and returns True.
         """
         with self._changed:
             if not self.stopped and not self._has_room():
@@ -105,7 +105,7 @@ class RowBuffer:
             return True
 
     def put(self, piece: Piece) -> bool:
-        """Wait for room and add a row or batch; return whether the stream needs more rows. Blocks."""
+        """Wait for room, and add a row or batch. Return whether the stream needs more rows. Blocks."""
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or self._has_room())
             self._append(piece)
@@ -132,7 +132,7 @@ class RowBuffer:
             pieces, self._pieces = self._pieces[:most], self._pieces[most:]
             for piece in pieces:
                 self._count(piece, -1)
-            # `put` may wait for room.
+            # Wake a `put` that waits for room.
             self._changed.notify_all()
             return [] if self.stopped else pieces
 
@@ -163,7 +163,7 @@ async def reading(data: object, buffer: RowBuffer) -> AsyncGenerator[None]:
     """Read a program's rows into a buffer while the `with` block runs.
 
     An async iterator is read in this event loop, other data in a thread. At the end, the thread gets
-    `TIMING.iterator_end` seconds to finish. A thread whose iterator still blocks is left running.
+    `TIMING.iterator_end` seconds to finish, and is then left running.
     """
     if isinstance(data, AsyncIterable):
         task = asyncio.create_task(_read_in_loop(data, buffer))
@@ -194,7 +194,7 @@ def _read(data: object, buffer: RowBuffer) -> None:
     except BaseException as raised:  # noqa: BLE001 - `StreamCall` raises it again, in the program's own loop
         failure = raised
     buffer.end(failure)
-    # The rows have ended, so an error of closing the program's iterator no longer matters.
+    # The rows have ended, so an error while the program's iterator is closed no longer matters.
     with contextlib.suppress(Exception):
         pieces.close()
 
@@ -205,7 +205,7 @@ async def _read_in_loop(data: AsyncIterable[Any], buffer: RowBuffer) -> None:
     try:
         async for row in rows:
             mapping = dict(as_mapping(row, number))
-            # `put` blocks while the buffer is full, so that it must run in a thread.
+            # `put` blocks while the buffer is full, so it runs in a thread.
             if not buffer.offer(mapping):
                 await asyncio.to_thread(buffer.put, mapping)
             if buffer.stopped:
@@ -228,7 +228,7 @@ def _pieces_of(data: object) -> Generator[Piece]:
     """Yield a table in batches of at most MOST_ROWS rows, or the rows of an iterable as soon as they come."""
     if (batches := as_batches(data)) is not None:
         for batch in batches:
-            # A batch without rows is yielded too, because it has the columns.
+            # An empty table is yielded too, because it has columns.
             for start in range(0, max(1, batch.num_rows), MOST_ROWS):
                 yield batch.slice(start, MOST_ROWS)
         return
@@ -246,12 +246,12 @@ def take_batches(buffer: RowBuffer, first: int, most: int = MOST_ROWS) -> list[p
     """Wait for rows and return them as batches; return an empty list at the end.
 
     `first` is the number of the first row. At most `most` rows, or batches of a table, are taken. All rows of
-    a batch have the same types, so that no values are converted to the types of other rows. A row that cannot
-    be sent is returned as the text of its error, in place of a batch.
+    a batch have the same types, so no value is converted to the type of another row's. A row that cannot be
+    sent is returned as the text of its error.
     """
     pieces = buffer.take(most)
     rows = [piece for piece in pieces if isinstance(piece, dict)]
-    if len(rows) < len(pieces):  # The program passed a table, so all pieces are batches.
+    if len(rows) < len(pieces):  # the program passed a table, so all pieces are batches
         return [piece for piece in pieces if isinstance(piece, pa.RecordBatch)]
     batches: list[pa.RecordBatch | str] = []
     number = first
@@ -277,7 +277,7 @@ def _batches_or_errors(rows: Sequence[Mapping[str, Any]], first: int) -> list[pa
 
 @dataclass(frozen=True, slots=True)
 class ProgramColumns:
-    """The columns of a batch of a program's rows, for the renderer of the batch."""
+    """The columns of a batch of rows that a program passed, as the prompt renderer needs them."""
 
     schema: pa.Schema
 
@@ -294,11 +294,13 @@ class ProgramColumns:
         return self.schema.field(indices[0])
 
     def directory_of(self, row: int) -> str | None:
-        """Return None, because the rows of a program do not come from a file."""
+        """Return None: the rows do not come from files."""
 
 
 class ProgramRows:
-    """The rows of a program, as the source of rows of a run. Only about 500 rows at a time are reordered.
+    """The rows that a Python program passes, as the source of rows of a run.
+
+    Only about 500 rows at a time are reordered.
 
     The first row, or the table, determines the columns. A later row may lack a column, whose value is then
     null, or have a value of another type. A row fails if its types do not fit the job. Columns that the job
@@ -306,8 +308,7 @@ class ProgramRows:
     """
 
     is_shared = True
-    """True, because the rows are treated like those of a run that workers share: only a few rows are read and
-    reordered ahead."""
+    """Says that only a few rows are read and reordered ahead, as in a run that several workers share."""
 
     def __init__(
         self,
@@ -319,7 +320,7 @@ class ProgramRows:
         total: int = 0,
         functions: HookPool | None = None,
     ) -> None:
-        """Check the job against the `columns`. Raises JobError or InputError.
+        """Check that the job fits the `columns`. Raises JobError or InputError.
 
         `first` are batches that were already taken from the buffer. `total` is the number of rows; 0 if
         unknown. `functions` runs the job's Python functions.
@@ -328,7 +329,6 @@ class ProgramRows:
         """Number of rows of the program; 0 if unknown."""
         self._columns = normalized(columns, pa.null())
         self.names: Sequence[str] = self._columns.names
-        """Names of the columns."""
         self.job, self.functions = job, functions
         self.plan = plan_answers(job, functions)
         """Result columns of the job, and checks of its answers."""
@@ -338,9 +338,9 @@ class ProgramRows:
         self.kind = self._renderer.kind
         """Kind of the prompts; None if a Python function makes them."""
         self._read = 0
-        """Number of rows that were rendered."""
+        """Number of rows whose prompts were built."""
         self._ended = False
-        """Whether all rows of the program were rendered."""
+        """Whether the prompts of all rows were built."""
 
     @property
     def unread(self) -> int:
@@ -354,12 +354,12 @@ class ProgramRows:
         self._buffer.stop()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
-        """Render rows from the buffer until the program has no more rows. Blocks.
+        """Build the prompts of the buffered rows, until the program has no more rows. Blocks.
 
         An empty list means that no row came for a while, so the rows so far should be sent. If the program's
         iterator raises an exception, the rows end, and `RowBuffer.failure` is the exception.
         """
-        # `_first` has the batches that were taken from the buffer to find the columns.
+        # `_first` has the batches that were read before to find the columns.
         pieces, self._first = self._first or take_batches(self._buffer, 0), []
         while pieces:
             for piece in pieces:
@@ -386,7 +386,7 @@ class ProgramRows:
         return renderer.render(RowBatch(list(rows), data), lambda: self._buffer.stopped)
 
     def _failed(self, rows: range, error: str) -> list[Request | Outcome]:
-        """Return failed outcomes for rows that cannot be used. Their columns in the results are null."""
+        """Return outcomes with an error, for rows that cannot be used. Their other columns are null."""
         schema = self._renderer.carried_schema
         carried = pa.RecordBatch.from_arrays(
             [pa.nulls(len(rows), kind) for kind in schema.types], schema=schema
@@ -394,16 +394,16 @@ class ProgramRows:
         return [Outcome.unsent(RowRef(row, carried, index), error) for index, row in enumerate(rows)]
 
     def _used(self, data: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the columns of a batch that the job uses.
+        """Return those columns of a batch that the job uses.
 
-        A column that is missing or has only nulls gets the type that the column had in the first row.
+        A missing or null column gets the type that it had in the first row.
         """
         columns = {}
         for name in self._renderer.columns:
             values = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
             kind = self._columns.field(name).type
             columns[name] = pa.nulls(data.num_rows, kind) if pt.is_null(values.type) else values
-        if not columns:  # The prompt uses no column, but the batch must keep its number of rows.
+        if not columns:  # the batch must keep its number of rows
             return data.select([])
         batch = pa.RecordBatch.from_pydict(columns)
         return fitted(batch, normalized(batch.schema, pa.null()))
@@ -413,13 +413,13 @@ class ProgramRows:
 
 
 class Handover:
-    """Bounded queue of finished rows on their way to the program. `put` waits while the queue is full.
+    """Bounded queue of finished rows for the program. `put` waits while the queue is full.
 
     All methods are called in the event loop of the run.
     """
 
     def __init__(self, plan: AnswerPlan) -> None:
-        """`plan` determines the columns of the rows that `take` returns."""
+        """`plan` names the result columns of the rows that `take` returns."""
         self._plan, self._schema = plan, schema_of_run(pa.schema([]), plan)
         self._outcomes: list[Outcome] = []
         self._ended = False
@@ -433,7 +433,7 @@ class Handover:
         self._changed.set()
 
     def check(self) -> None:
-        """Do nothing, because a stream has no writes in the background that could fail."""
+        """Do nothing: a stream writes nothing in the background."""
 
     async def take(self) -> list[dict[str, Any]]:
         """Wait for finished rows and return all of them as dicts; return an empty list at the end.
@@ -443,7 +443,7 @@ class Handover:
         while not self._outcomes and not self._ended:
             await self._change()
         outcomes, self._outcomes = self._outcomes, []
-        # `put` may wait for room.
+        # Wake a `put` that waits for room.
         self._changed.set()
         if not outcomes:
             return []
@@ -469,7 +469,7 @@ class Handover:
 
 
 class ProgramOutlet(Outlet, Protocol):
-    """Destination of a stream's outcomes."""
+    """Receives the outcomes of a stream's rows."""
 
     def end(self) -> None:
         """Record that no more outcomes come."""
@@ -483,7 +483,7 @@ async def send_stream(
     *,
     engine: SharedEngine | None = None,
 ) -> None:
-    """Send all rows, put their outcomes into `outlet`, and end the outlet.
+    """Send all rows, pass their outcomes to `outlet`, and end the outlet.
 
     Without `engine`, the job's own engine is opened, and closed at the end. A cancellation cancels the
     requests in flight. Raises BatchrunError if the engine cannot be opened or is lost, or if a limit of the
@@ -522,7 +522,7 @@ async def send_stream(
                 await sending.send()
             finally:
                 sending.show_end(time.monotonic())
-        if control.reason is not None:  # A stream gets no signals, so a limit of the job must have ended it.
+        if control.reason is not None:  # no signals here, so a limit of the job ended the stream
             raise BatchrunError(f"{control.reason}: the stream ended after {counts.done:,} rows")
     finally:
         rows.stop()
@@ -543,14 +543,14 @@ class StreamCall:
     displays: Sequence[Display]
 
     async def rows(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield each row as a dict when it ends. No files stay on the disk."""
+        """Yield each row as a dict as soon as it has ended. No files stay on the disk."""
         async with contextlib.AsyncExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
             buffer = RowBuffer()
             await stack.enter_async_context(reading(self.data, buffer))
             rows = await asyncio.to_thread(self._read_first, buffer, scratch, stack)
             if rows is not None:
-                # The run has an event loop of its own, so finished rows are handed over from loop to loop.
+                # The run has its own event loop, so finished rows are passed from one loop to the other.
                 handover = Handover(rows.plan)
                 work = functools.partial(send_stream, rows, handover, self.displays, scratch)
                 if self.open_engine is not None:
@@ -577,7 +577,7 @@ class StreamCall:
         """
         first: list[pa.RecordBatch | str] = []
         readable = None
-        while readable is None:  # A row that cannot be used has no columns, so the next row is read.
+        while readable is None:  # a row that cannot be used has no columns
             batches = take_batches(buffer, len(first), most=1)
             if not batches and first:
                 raise InputError(str(first[0]))
@@ -586,7 +586,7 @@ class StreamCall:
             first += batches
             readable = next((batch for batch in batches if not isinstance(batch, str)), None)
         job = self.call.job(readable.schema, [str(scratch)], scratch)
-        # The first batch of a table may have columns but no rows. Then the first row is in a later batch.
+        # The first batch of a table may have no rows. Then the first row is in a later batch.
         if not any(map(len, first)):
             first = take_batches(buffer, 0, most=1)
         functions = open_functions(job)
@@ -598,7 +598,10 @@ class StreamCall:
 
 
 async def _new_loop(stack: contextlib.AsyncExitStack) -> LoopThread:
-    """Start an event loop in another thread; `stack` ends it without blocking the program's own loop."""
+    """Start an event loop in another thread.
+
+    `stack` ends it, without blocking the program's own loop.
+    """
     loop = LoopThread()
     await asyncio.to_thread(loop.__enter__)
     stack.push_async_callback(asyncio.to_thread, loop.__exit__, None, None, None)

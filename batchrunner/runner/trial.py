@@ -1,4 +1,4 @@
-"""Trials of `batchrun tune`: a server with some flags answers a sample of rows until its speed is known."""
+"""Trials of `batchrun tune`: a server with some flags answers a sample of rows until its speed is clear."""
 
 import shutil
 import time
@@ -39,7 +39,7 @@ LOG_INTERVAL = 10
 """`--decode-log-interval` of the servers of trials: a server logs every 10th decode pass. That costs almost
 nothing and gives the number of passes to within 10."""
 FEWEST_DECODES = 5
-"""Minimum number of logged decode passes from which a mean is computed."""
+"""Minimum number of logged decode passes for a mean."""
 SETUP = frozenset(name.replace("-", "_") for name in FLAGS) | {
     "cuda_graph_config", "disable_cuda_graph", "dp_size", "enable_dp_attention",
     "enable_piecewise_cuda_graph", "pp_size",
@@ -51,7 +51,7 @@ Passes = Sequence[tuple[str, LoggedBatch]]
 
 
 def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
-    """Return the setup of a server from its log lines before the first pass, or else from its arguments."""
+    """Return a server's setup, from its log before the first forward pass or else from its arguments."""
     lines_of_start = takewhile(lambda line: not isinstance(record_in(clean(line)), LoggedBatch), lines)
     facts, _ = read_server(EndedServer([*lines_of_start], args))
     return Facts(
@@ -74,13 +74,13 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
     """Return statistics of logged passes, as fields of TrialSigns.
 
     `tokens` is the number of output tokens of these passes. `running` and `usage` are means over the logged
-    decode passes. They are not taken from polls of the load, which also come during prefills, when fewer
-    requests run.
+    decode passes. Polls of the load would not do, because they also come during prefills, when fewer requests
+    run.
     """
     decodes = [batch for _, batch in passes if batch.decode]
     prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
-    steps = LOG_INTERVAL * len(decodes)  # The server logs one of LOG_INTERVAL decode passes.
+    steps = LOG_INTERVAL * len(decodes)  # the server logs one of LOG_INTERVAL decode passes
     figures: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
         ranks = len({rank for rank, _ in passes})
@@ -98,9 +98,8 @@ def output_rate(passes: Passes) -> float | None:
     """Return output tokens per second by the scheduler's clock; None if the log has too few decode passes.
 
     A count of finished rows would be less exact, because many rows are half done when the measurement begins
-    and ends. Each log line of a decode pass has the rate since the line before it, including the time of
-    prefills. The tokens between two lines are estimated from the running requests, and divided by the rate
-    they give the time.
+    and ends. Each log line of a decode pass has the tokens/s since the line before it, prefills included. The
+    number of running requests tells how many tokens these are.
     """
     by_rank = defaultdict[str, list[LoggedBatch]](list)
     for rank, batch in passes:
@@ -109,10 +108,10 @@ def output_rate(passes: Passes) -> float | None:
     rates, lines = [], 0
     for batches in by_rank.values():
         tokens = seconds = 0.0
-        # The rate of the first line is left out, because it covers the time before the measurement.
+        # The first line is left out, because its rate covers the time before the measurement.
         for before, after in pairwise(batches):
             if after.throughput:
-                # Each line stands for equally many passes, so one pass of each gives the same ratio.
+                # Each line stands for the same number of passes, so the tokens of one pass are enough.
                 tokens_of_pass = (before.running + after.running) / 2 * after.accepted
                 tokens += tokens_of_pass
                 seconds += tokens_of_pass / after.throughput
@@ -123,7 +122,7 @@ def output_rate(passes: Passes) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TrialRunner:
-    """Runs trials: launches a server with other flags, and sends the sample of the job's rows to the server.
+    """Runs trials: starts a server with other flags, and sends a sample of the job's rows to it.
 
     Logs and results of trials lie below `directory`.
     """
@@ -140,13 +139,12 @@ class TrialRunner:
         """
         start = time.monotonic()
         result = await self._run(request, self.directory / f"{number:03d}", within_s)
-        # The cost includes the shutdown of the server.
         return replace(result, cost_s=round(time.monotonic() - start, 1))
 
     async def _run(self, request: TrialRequest, directory: Path, within_s: float) -> TrialResult:
         """Run a trial in a directory of its own; return the result without its cost."""
         start = time.monotonic()
-        shutil.rmtree(directory, ignore_errors=True)  # The passes in the log of an earlier trial would count.
+        shutil.rmtree(directory, ignore_errors=True)  # passes in an earlier trial's log would count
         args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}
         env = {**self.engine.env, **variables_in(request.args)}
         start_s = min(self.engine.start_timeout, within_s)
@@ -162,7 +160,7 @@ class TrialRunner:
                 engine, info, request=request, out=directory / "run", remaining_s=remaining_s
             )
         except EngineStartError as failure:
-            # A start that the end of the budget cut short says nothing about the flags.
+            # If the time was up during the start, the flags are not to blame.
             is_cut = time.monotonic() - start >= within_s
             return TrialResult("cut" if is_cut else "died", str(failure), 0.0)
         finally:
@@ -192,8 +190,7 @@ class TrialRunner:
             failed_share = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
             if report.failures and not report.rows_ok:
                 meter.stop(("measured", f"all rows failed, for example: {report.failures[0]['example']}"))
-            # The meter itself stops the run once the speed is known. A stop that does not come from the meter
-            # is an error.
+            # The meter stops the run once the speed is known. Any other stop is an error.
             if report.exit_code == EXIT_STOPPED and meter.end is None:
                 raise BatchrunError(f"the sample could not be sent: {report.reason}")
         except EngineLostError as failure:
@@ -208,14 +205,14 @@ class TrialRunner:
                 "input": InputSpec(path=str(self.sample.path)),
                 "output": self.job.output.model_copy(update={"path": str(out), "reuse": None}),
                 "engine": self.engine,
-                # The texts of the answers are not needed, so parsing them would only take time.
+                # Nobody needs the answers, so parsing them would only take time.
                 "parse": None,
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
                 # Each row is sent once, so no answer is rejected.
                 "accept": AcceptSpec.model_validate({"json": False}),
                 "on_length": "keep",
-                # An endless answer is still stopped, but it must not be rejected.
+                # An endless answer is stopped as usual, but not rejected.
                 "on_repetition": "stop" if self.job.on_repetition == "fail" else self.job.on_repetition,
             }
         )
@@ -233,7 +230,7 @@ class MeasuringEngine(ObservedEngine):
     args: Mapping[str, Any]
     """Flags of the trial."""
     end: End | None = None
-    """How the trial was stopped, and the reason. None while the trial runs, or if all its rows are done."""
+    """Why the trial was stopped. None while it runs, or if all its rows are done."""
     _log_bytes: int | None = None
     """Size of the log in bytes at the end of the trial."""
     _answers: list[str] = field(default_factory=list)
@@ -247,7 +244,7 @@ class MeasuringEngine(ObservedEngine):
         """Count the tokens of an answer."""
         self._last = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
-        # Without a reported number, a completion counts as one token.
+        # A completion without a reported number counts as one token.
         tokens = sum(count or 1 for count in completion.completion_tokens)
         self.watch.row_ended(prompt, cached, tokens, completion.retractions)
         if len(self._answers) < MOST_ANSWERS:
@@ -264,7 +261,7 @@ class MeasuringEngine(ObservedEngine):
         return loads
 
     def preempt(self, route: str, kept: int) -> None:
-        """Preempt rows of the forwarded engine; see `Engine.preempt`."""
+        """Cancel (preempt) rows on the real engine; see `Engine.preempt`."""
         self._engine.preempt(route, kept)
 
     def incidents(self) -> list[Incident]:
@@ -285,10 +282,10 @@ class MeasuringEngine(ObservedEngine):
         """
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self.first_sent_at or self._last)
-        # The cost is 0 here. `TrialRunner.run` adds it once the server has shut down.
+        # `TrialRunner.run` adds the cost once the server has shut down.
         result = self.watch.result(ended, why, at_s, 0.0)
         log = self.log_path.read_bytes() if self.log_path else b""
-        # Only the steady part of the trial counts: the log lines between these two moments.
+        # Only the steady part of the trial counts: the log between these two moments.
         begin, until = self.watch.measured_span(
             TrialProgress(at_s, self.watch.tokens, self.watch.rows, self._log_bytes or len(log))
         )
@@ -302,7 +299,7 @@ class MeasuringEngine(ObservedEngine):
         rate = None if mixes else output_rate(passes)
         return replace(
             result,
-            # Without a rate from the log, use the rate of the answers.
+            # Without a rate in the log, the rate of the answers counts.
             tokens_per_s=rate or result.tokens_per_s,
             signs=signs,
             facts=replace(facts, ready=facts.ready or limits),

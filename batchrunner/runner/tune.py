@@ -50,10 +50,10 @@ class TuningSummary:
     sample: str
     """Description of the rows of the trials."""
     spent_s: float
-    """Seconds that all trials took, including the launches of their servers and trials of earlier
-    attempts."""
+    """Seconds that all trials took, including the starts of their servers. Trials of an interrupted search
+    count too."""
     reason: str
-    """Reason for which the search ended."""
+    """Reason why the search ended."""
     own_tokens_per_s: float
     """Output tokens per second with the job's own flags: the geometric mean over their trials."""
     best_tokens_per_s: float
@@ -61,7 +61,8 @@ class TuningSummary:
     args: Args
     """Changes to `engine.args`; empty if the job's own flags are the fastest."""
     trials: list[dict[str, Any]] = field(default_factory=list)
-    """For each setting that was tried: the flags that differ from the job's, speeds, signs and verdict."""
+    """For each combination of flags that was tried: the flags that differ from the job's, speeds, load
+    statistics and verdict."""
     notes: dict[str, str] = field(default_factory=dict)
     """Result of each flag, or the reason why it was not tried."""
     env: dict[str, str] = field(default_factory=dict)
@@ -108,8 +109,7 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
     if not job_setting.speeds:
         raise EngineStartError(search.reason)
     changed = changes(best.args, job_setting.args)
-    # The job file has fields of its own for the replicas, and for the tensor parallelism if the job sets
-    # `tp`.
+    # A job file sets the number of replicas, and maybe `tp`, in fields of its own.
     layout: dict[str, Any] = {}
     if best.replicas != machine.replicas:
         layout = {"replicas": best.replicas}
@@ -120,7 +120,7 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
     queue_note = (
         f"not tuned, because the run sets its length; {waiting:.0f} requests with the job's own flags"
     )
-    # Speeds are those of as many replicas as fit on the GPUs. The job itself may have fewer.
+    # Speeds are given for as many replicas as fit on the GPUs. The job itself may have fewer.
     own_tokens_per_s = geometric_mean(job_setting.speeds) * machine.replicas / job_setting.replicas
     return TuningSummary(
         job=source,
@@ -143,11 +143,11 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
 
 
 def _trial(setting: FlagSetting, job_args: Args) -> dict[str, Any]:
-    """Return the entry of a setting for `TuningSummary.trials`."""
+    """Return the entry of a combination of flags for `TuningSummary.trials`."""
     return {
         "args": changes(setting.args, job_args),
         "replicas": setting.replicas,
-        # Without a trial that was measured to its end, give the speed of the newest trial.
+        # Without a complete trial, give the speed of the newest one.
         "tokens_per_s": setting.speeds or [setting.newest.tokens_per_s],
         "ended": setting.newest.ended,
         "verdict": setting.verdict,
@@ -157,7 +157,7 @@ def _trial(setting: FlagSetting, job_args: Args) -> dict[str, Any]:
 
 
 def _trial_lines(trial: dict[str, Any]) -> list[str]:
-    """Return the line of a trial in the table for the terminal, and a second line with its verdict."""
+    """Return the two lines of a trial for the terminal: its table row, and its verdict."""
     signs, speeds = trial["signs"], trial["tokens_per_s"]
     speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
     running = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
@@ -170,7 +170,7 @@ def _trial_lines(trial: dict[str, Any]) -> list[str]:
     )
     if not trial["verdict"]:
         return [line]
-    indent = " " * 54  # The verdict stands below the flags.
+    indent = " " * 54  # the verdict stands below the flags
     return [line, f"{indent}{trial['verdict']}"]
 
 
@@ -181,11 +181,11 @@ def tune(
     budget_s: float,
     allow_fp8: bool = False,
 ) -> TuningSummary:
-    """Find the fastest safe flags for a job on this machine. With `allow_fp8`, try 8-bit number formats too.
+    """Find the fastest safe flags for a job on this machine; with `allow_fp8`, try 8-bit formats too.
 
-    Trials are stored in the directory `tune` of `output.path`, from which the same command resumes. Raises
-    BatchrunError: JobError if the job does not launch its engine, TaskHeldError while another process tunes
-    the same output path.
+    Trials are stored in the directory `tune` of `output.path`. The same command resumes from there. Raises
+    JobError if the job does not start its own engine, TaskHeldError while another process tunes the same
+    output path, and other BatchrunErrors.
     """
     job = load_job(source, overrides=overrides)
     if job.forward is not None:
@@ -222,17 +222,17 @@ def _search(
     budget_s: float,
     machine: Machine,
 ) -> TuningSummary:
-    """Try flags within the budget. Trials that were finished before are not run again."""
+    """Try flags within the time budget. Trials that were finished before are not repeated."""
     job = prepared.job
     sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
-    # Trials of an earlier attempt are reused only if all these facts are the same.
+    # Trials of an earlier search are reused only if all these facts are the same.
     facts = {
         "rows": fingerprint(job, prepared.dataset.facts(), engine.model),
         "job": [job.order, job.dedupe, job.window, job.tokenize],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.card, machine.card_gb],
-        # The names are part of the key, so that a version of batchrunner that records other signs does not
+        # The names are part of the key. So a version of batchrunner that records other statistics does not
         # reuse these trials.
         "signs": [sign.name for sign in fields(TrialSigns)],
     }
@@ -258,9 +258,9 @@ def parse_budget(text: str) -> float:
 
 
 def engine_to_tune(job: Job) -> ServerEngine:
-    """Return the specification of the server that trials launch, which is one replica of the job's engine.
+    """Return the specification of one replica of the job's engine, which each trial starts.
 
-    Raises JobError for an engine that the job does not launch.
+    Raises JobError if the job does not start its own engine.
     """
     if not isinstance(job.engine, ServerEngine):
         raise JobError(
@@ -323,11 +323,11 @@ async def run_search(
     run: Callable[[TrialRequest, int, float], Awaitable[TrialResult]],
     budget_s: float,
 ) -> float:
-    """Run a search within its budget of seconds; return the seconds spent.
+    """Run a search for at most `budget_s` seconds; return the seconds spent.
 
-    `run` runs a trial, given its request, its number and its maximum seconds. The result of a trial that was
-    finished before is used again. No trial begins if less time remains than the last measured trial took. A
-    trial that still runs at the end of the budget is stopped, and its result is not kept.
+    `run` runs a trial, given its request, its number and its maximum seconds. Results of earlier trials in
+    `history` are used again. No trial begins if less time remains than the last complete trial took. A trial
+    that still runs at the end is stopped, and its result is dropped.
     """
     steps = search.steps()
     spent_s, cost_of_last_s, number = 0.0, 0.0, 0
@@ -346,7 +346,7 @@ async def run_search(
             history.add(request.args, result)
         number += 1
         spent_s += result.cost_s
-        if result.ended == "measured":  # A server that died early says nothing about the cost of a trial.
+        if result.ended == "measured":  # the trial of a server that died early says nothing about the cost
             cost_of_last_s = result.cost_s
         _log_trial(number, request, result, search)
         try:

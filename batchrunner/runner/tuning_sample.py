@@ -24,7 +24,6 @@ from batchrunner.runner.prepare import PreparedJob
 MOST_ROWS = 16_384
 """Maximum number of rows in a sample: four times the requests that SGLang runs at once by default (4096)."""
 BLOCK_ROWS = 32
-"""Number of rows in a block."""
 MOST_BYTES = 256 << 20
 """Approximate maximum size of the sample in bytes, because the whole sample is in memory once."""
 
@@ -35,7 +34,6 @@ class TuningSample:
 
     path: Path
     rows: int
-    """Number of rows in the sample."""
     of_rows: int
     """Number of rows of the job."""
 
@@ -57,12 +55,13 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         most_rows = min(MOST_ROWS, _affordable(prepared))
-        if not schema.names:  # The prompt uses no column, and a table without columns would have no rows.
+        if not schema.names:  # a table without columns would have no rows
             table = pa.table({"row": pa.array(list(rows[:most_rows]), pa.int64())})
         elif len(rows) > most_rows:
             blocks = most_rows // BLOCK_ROWS
             blocks_table = _table(_blocks(prepared, rows, blocks, directory), schema)
-            # Multiples of the golden ratio modulo 1 spread every first few blocks evenly over the input.
+            # Multiples of the golden ratio modulo 1 spread the first few blocks evenly, however many they
+            # are.
             order = sorted(range(blocks), key=lambda block: block * GOLDEN % 1)
             table = pa.concat_tables(blocks_table.slice(block * BLOCK_ROWS, BLOCK_ROWS) for block in order)
         else:
@@ -73,7 +72,7 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
 
 
 def _affordable(prepared: PreparedJob) -> int:
-    """Return the number of rows that fit into MOST_BYTES, estimated from the mean size of the first rows.
+    """Estimate the number of rows that fit into MOST_BYTES, from the mean size of the first rows.
 
     The number is a multiple of BLOCK_ROWS.
     """
@@ -85,7 +84,7 @@ def _affordable(prepared: PreparedJob) -> int:
 
 def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `blocks` blocks, which are spread evenly over the rows in the job's order."""
-    # `positions` are the ascending positions of the wanted rows among the rows of `batches`.
+    # `positions` are the ascending positions of the wanted rows in `batches`.
     spread = spread_blocks(len(rows), blocks=blocks, size=BLOCK_ROWS)
     positions: Sequence[int] = [position for block in spread for position in block]
     path = None
@@ -93,7 +92,7 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
         path, _ = prepare_order(prepared, rows, directory, writer="tune", check_stop=lambda: None)
     if path is not None:
         batches = SortedCopy(path).read(rows)
-    else:  # In input order, only the rows of the blocks need to be read, and all of them are taken.
+    else:  # in input order, only rows of the blocks are read
         rows = BitMap64().union(*(rows[block.start : block.stop] for block in spread))
         positions = range(len(rows))
         batches = prepared.dataset.read(rows, prepared.renderer.columns)

@@ -1,4 +1,4 @@
-"""Plans the work of an attempt from the stored results, and sorts its rows into the order of sending."""
+"""Finds the rows that a start of a run has to send, from the stored results, and sorts them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Work:
-    """The rows that an attempt sends, and facts about the run's other rows."""
+    """The rows that a start of a run sends, and facts about the run's other rows."""
 
     rows: TaskRows
     rows_of_run: int
     """Rows of the whole run, over all workers."""
     order: OrderDecision
     counts: RowCounts
-    """Counts of the rows that this attempt finishes, including rows with the answer of another run."""
+    """Counts of the rows that this start finishes, including rows that got another run's answers."""
     done_before: DoneRows = field(default_factory=DoneRows)
-    """Rows that earlier attempts of this worker finished."""
+    """Rows that this worker finished at earlier starts."""
     rows_of_others: int = 0
-    """Number of remaining rows that other living workers will do, if this attempt found no free lease."""
+    """Number of rows that other living workers will do, if they hold all remaining rows."""
     discard: Discard = "nothing"
     """Results to discard before the first new result is written."""
 
@@ -54,7 +54,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkFinder:
-    """Finds the rows that one attempt sends. The caller holds the lock of the worker. Methods block."""
+    """Finds the rows that a start of a run sends. The caller holds the worker's lock. Methods block."""
 
     prepared: PreparedJob
     start: StartOptions
@@ -62,14 +62,14 @@ class WorkFinder:
     control: Control
     events: EventLog
     turns: TurnStore | None
-    """Store of the answers of rollouts; None if the job has no rollouts."""
+    """Store of the answers of multi-turn rollouts; None if the job has none."""
 
     def check(self, model: str | None, weights: str | None = None) -> Reuse | None:
-        """Raise a BatchrunError if this attempt must be refused. This method changes no file.
+        """Raise a BatchrunError if this start must be refused. No file is changed.
 
-        Return the `Reuse` of another run's answers if the job has `output.reuse`. With --join, return None:
-        the worker that plans the shared run creates the `Reuse` then. The engine's `model` and the version of
-        its `weights` are compared with those of the stored results if they are known.
+        If the job reuses another run's answers (`output.reuse`), return the `Reuse` object. With --join,
+        return None, because only the worker that plans the run creates it. The engine's `model` and the
+        version of its `weights` are compared with those of the stored results if they are known.
         """
         prepared, run_dir = self.prepared, self.prepared.run_dir
         reuse = None
@@ -77,7 +77,7 @@ class WorkFinder:
             from batchrunner.runner.reuse import Reuse  # noqa: PLC0415 - only for such jobs
 
             reuse = Reuse(prepared, self.control, model, weights)
-        # `writing` turns an OSError into a StorageError that names this path.
+        # `writing` turns an OSError into a StorageError.
         with writing(run_dir.path):
             # Another machine may have written files that an NFS client does not list yet.
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
@@ -89,7 +89,7 @@ class WorkFinder:
         return reuse
 
     def find(self, model: str | None, weights: str | None = None) -> Work:
-        """Check this attempt, recover the rows of an interrupted attempt, then plan this attempt.
+        """Check this start, recover the rows of an interrupted one, and plan the rows to send.
 
         `model` and `weights` are as in `check`. Raises InputError, OutputError, ResumeError or StorageError.
         """
@@ -98,7 +98,7 @@ class WorkFinder:
             return self._find_shared() if self.start.join else self._find_alone(reuse)
 
     def _find_alone(self, reuse: Reuse | None) -> Work:
-        """Find the work of a run with one worker. `reuse` provides answers of another run."""
+        """Find the rows of a run with one worker. `reuse` provides answers of another run."""
         prepared, run_dir = self.prepared, self.prepared.run_dir
         stored = DoneRows()
         if not self.start.fresh:
@@ -117,7 +117,7 @@ class WorkFinder:
             )
             plan, counts = plan.with_reused(reused), reuse.counts
             if reused:
-                discard = "nothing"  # `before_first` has already discarded the old results.
+                discard = "nothing"  # `before_first` has already discarded the old results
         directory = run_dir.task_directory
         copy, order = find_sorted_copy(prepared, plan.rows, directory) or prepare_order(
             prepared, plan.rows, directory, writer=self.lock.token, check_stop=self.control.check
@@ -127,13 +127,12 @@ class WorkFinder:
             rows_of_run=len(plan.selected),
             order=order,
             counts=counts,
-            # Failed rows that are sent again are not done.
             done_before=stored.without_failed() if plan.discard == "failed rows" else stored,
             discard=discard,
         )
 
     def _find_shared(self) -> Work:
-        """Find the work of a worker of a shared run: wait for its first lease, and take that lease."""
+        """Find the rows of one worker of a shared run: wait for its first part of the rows, and take it."""
         from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
         counts = RowCounts()
@@ -148,8 +147,8 @@ class WorkFinder:
         )
         if rows.take_first(self.control.sleep):
             return Work(rows=rows, rows_of_run=rows_of_run, order=order, counts=counts)
-        # Rows of others are counted before the done rows, because other workers may finish rows in between. A
-        # row then counts twice, but none is missing.
+        # The rows of other workers are counted first, because these workers may finish rows in between. A row
+        # may then count twice, but none is missing.
         rows_of_others, _ = rows.held_elsewhere()
         return Work(
             rows=FixedRows(self.prepared, BitMap64(), total=rows_of_run),
@@ -161,7 +160,7 @@ class WorkFinder:
         )
 
     def discard_outdated(self, results: Discard) -> None:
-        """Delete the `results` that the plan discards, and the merged dataset, which will lack new rows.
+        """Delete the `results` that the plan discards, and the merged dataset, which is now outdated.
 
         Raises TaskHeldError, TaskLockLostError or StorageError.
         """
@@ -176,7 +175,10 @@ class WorkFinder:
 
 
 def plan_failed_rows(job: Job) -> None:
-    """Plan the retries of failed rows before the workers of a shared run start. Raises BatchrunError."""
+    """Plan that failed rows are sent again, before the workers of a shared run start.
+
+    Raises BatchrunError.
+    """
     from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
     # Join as a worker, only long enough to write the plan.
@@ -186,6 +188,6 @@ def plan_failed_rows(job: Job) -> None:
         stack.callback(leave, prepared)
         lock = stack.enter_context(hold_own_task(prepared.run_dir, time.sleep))
         events = EventLog(prepared.run_dir.events)
-        # The plan is on disk once `join` returns. The leases are left to the workers.
+        # Once `join` returns, the plan is on disk. The workers take the rows.
         rows, *_ = join(prepared, start, Control(), lock=lock, counts=RowCounts(), events=events)
         rows.give_back()

@@ -1,4 +1,4 @@
-"""Activity of a server, for its page: the runs of batches, and the load of the engine in the last hour."""
+"""What a server does, for its page: the running batches, and the engine's load in the last hour."""
 
 from collections import deque
 from statistics import fmean
@@ -7,9 +7,9 @@ from typing import NamedTuple
 from batchrunner.output.samples import RunSample
 
 POINT_EVERY_S = 5.0
-"""Minimum number of seconds between two points of the engine's load."""
+"""Minimum number of seconds between two stored samples of the engine's load."""
 MOST_POINTS = 720
-"""Maximum number of points that are kept, which is an hour of load."""
+"""Maximum number of stored load samples: one hour."""
 
 
 class LoadPoint(NamedTuple):
@@ -31,15 +31,15 @@ class Activity:
     """The latest state of each running batch, and a bounded series of samples of the engine's load."""
 
     def __init__(self) -> None:
-        """Begin without runs and without load."""
+        """Begin without batches and without load samples."""
         self.running: dict[str, RunSample] = {}
-        """Newest state of each batch that uses the engine, by its ID; the batch that began first is first."""
+        """Newest state of each batch that uses the engine, by batch ID, the oldest batch first."""
         self._points = deque[LoadPoint](maxlen=MOST_POINTS)
 
     def update(self, batch_id: str, sample: RunSample, now: float) -> None:
-        """Store the state of a batch's run at the Unix time `now`.
+        """Store the state of a running batch at the Unix time `now`.
 
-        If the newest point of the engine's load is 5 s old, a new point is added from this state.
+        At most every 5 s, this also adds a sample of the engine's load.
         """
         self.running[batch_id] = sample
         # The difference is negative if the clock was set back.
@@ -58,10 +58,10 @@ class Activity:
         )
 
     def end(self, batch_id: str) -> None:
-        """Forget the run of a batch, which no longer uses the engine."""
+        """Forget a batch that no longer uses the engine."""
         self.running.pop(batch_id, None)
 
     def load_since(self, since: float) -> dict[str, list[float | None]]:
-        """Return the points after the Unix time `since` as one list for each field of LoadPoint."""
+        """Return the load samples after the Unix time `since`, as one list for each field of LoadPoint."""
         points = [point for point in self._points if point.time > since]
         return {name: [getattr(point, name) for point in points] for name in LoadPoint._fields}

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API, with the bodies of OpenAI's API."""
+"""Errors of the HTTP API, in the form of OpenAI's API."""
 
 import json
 from http import HTTPStatus
@@ -10,11 +10,11 @@ _PARAMETER_ERRORS = {
     "missing": ("Missing required parameter: '{}'.", "missing_required_parameter"),
     "extra_forbidden": ("Unknown parameter: '{}'.", "unknown_parameter"),
 }
-"""Message and code of a wrong parameter, by the type of pydantic's error."""
+"""Message and code for a wrong parameter, by the type of pydantic's error."""
 RATE_LIMIT = "rate_limit_exceeded"
-"""OpenAI's code of a call that exceeds a limit and may succeed soon."""
+"""OpenAI's error code for a call that exceeds a limit and may succeed soon."""
 QUOTA = "insufficient_quota"
-"""OpenAI's code of a call of an owner who has used all tokens of the day."""
+"""OpenAI's error code for a client that has used all its tokens of the day."""
 
 
 class ApiError(web.HTTPException):
@@ -29,14 +29,14 @@ class ApiError(web.HTTPException):
         *,
         retry_after_s: int | None = None,
     ) -> None:
-        """Make a reply with the HTTP `status`, a message, the name of the wrong parameter, and OpenAI's code.
+        """Make a reply from the HTTP `status`, message, name of the wrong parameter, and OpenAI's error code.
 
         `retry_after_s` is the number of seconds after which the client may repeat the call.
         """
         self.status_code = status
         kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         if status == HTTPStatus.TOO_MANY_REQUESTS:
-            # OpenAI's API has error types of its own for this status.
+            # OpenAI's API uses special error types for this status.
             kind = QUOTA if code == QUOTA else "requests"
         error = {"message": message, "type": kind, "param": param, "code": code}
         super().__init__(
@@ -47,15 +47,15 @@ class ApiError(web.HTTPException):
 
 
 def invalid(name: str, problem: str) -> ApiError:
-    """Return the error of a call whose parameter `name` has a wrong value."""
+    """Return the error for a call whose parameter `name` has a wrong value."""
     return ApiError(400, f"Invalid '{name}': {problem}.", name, "invalid_value")
 
 
 def parameter_error(failure: ValidationError) -> ApiError:
-    """Return the error of OpenAI's API for the first parameter that pydantic refuses."""
+    """Return OpenAI's error for the first parameter that pydantic refuses."""
     error = failure.errors()[0]
     name = ".".join(map(str, error["loc"])) or "body"
     template, code = _PARAMETER_ERRORS.get(error["type"], ("Invalid '{}': {}.", "invalid_value"))
-    # In pydantic, this prefix stands before the messages of our own validators.
+    # pydantic puts this prefix before the messages of our own validators.
     message = template.format(name, error["msg"].removeprefix("Value error, "))
     return ApiError(400, message, name, code)

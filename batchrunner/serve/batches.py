@@ -1,10 +1,10 @@
-"""Batches of `batchrun serve`: runs several at once on one engine, each as `batchrun batch` runs a file.
+"""Runs the batches of `batchrun serve` on one engine, each as `batchrun batch` runs a file.
 
-Batches of different owners run side by side, and an account for each owner divides the engine among them.
+Batches of different owners run at the same time, and share the engine according to the owners' weights.
 
-A batch is validated, waits for its turn, is run, and its results become files. Its run resumes when the
-server starts again after a kill, and when an attached engine that was lost is back. When a batch is cancelled
-or expires, each unanswered line gets an error that says so.
+A batch is validated, waits for its turn, and is run. Its results become files. After a kill, the next start
+of the server resumes it. If an engine that the server did not start is lost, the batch resumes when the
+engine is back. When a batch is cancelled or expires, each unanswered line gets an error that says so.
 """
 
 import asyncio
@@ -49,9 +49,8 @@ log = logging.getLogger(__name__)
 MOST_RUNNING = 10
 """Maximum number of batches that run on the engine at once. Several owners divide this number among them."""
 MOST_RUNNING_OF_OWNER = 2
-"""Number of batches that each owner may always run at once, even if the batches of all owners together then
-exceed MOST_RUNNING. An owner's further batches wait until one of the owner's batches ends.
-"""
+"""Number of batches that each owner may always run at once, even if all owners together then exceed
+MOST_RUNNING. The owner's further batches wait."""
 RETRY_S = 5.0
 """Seconds before an interrupted run resumes."""
 EARLY_STATUS = {EXPIRED: "expired", CANCELLED: "cancelled"}
@@ -66,13 +65,13 @@ def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record
 
 
 class BatchDisplay(Display):
-    """Shows clients the state of a batch's run: the counts of its requests, and the server's activity."""
+    """Publishes the state of a running batch: its counts of requests, and the server's activity."""
 
     def __init__(self, batch: Record, activity: Activity) -> None:
         self._batch, self._activity = batch, activity
 
     def show(self, sample: RunSample) -> None:
-        """Show clients the present state of the run."""
+        """Publish the present state of the run."""
         self._batch["request_counts"] = request_counts(
             total=sample.rows_total,
             completed=sample.rows_done - sample.rows_failed,
@@ -81,7 +80,7 @@ class BatchDisplay(Display):
         self._activity.update(self._batch["id"], sample, time.time())
 
     def close(self) -> None:
-        """Remove the run, which has ended, from the server's activity."""
+        """Remove the ended run from the server's activity."""
         self._activity.end(self._batch["id"])
 
 
@@ -103,8 +102,8 @@ class Batches:
     ) -> None:
         """Run batches on an open engine.
 
-        `options` are the arguments of `job_of_batch` that all batches share. `server` stops the HTTP
-        server when an engine that it launched is lost.
+        `options` are the arguments of `job_of_batch` that all batches share. `server` is used to stop the
+        HTTP server if it started the engine and the engine is lost.
         """
         self._server = server
         self._state = state
@@ -112,23 +111,20 @@ class Batches:
         self.info = engine.info
         self._options = options
         self._running: dict[str, tuple[Control, asyncio.Task[None]]] = {}
-        """Control and asyncio task of each unfinished batch, by ID of the batch."""
+        """What stops each unfinished batch, and its asyncio task, by ID of the batch."""
         self.activity = Activity()
         self._owners = owners
         most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most_running))
-        """Semaphore of each owner, which a batch holds while it runs. It limits an owner's running batches.
-        """
+        """Semaphore of each owner, which limits the owner's running batches."""
         self._whole_file = asyncio.Lock()
-        """Lock that a batch holds while its whole file is validated or its results are written. The memory
-        suffices for one batch at a time.
-        """
+        """Held while the whole file of a batch is validated or its results are written. Both take much
+        memory, so only one batch at a time does it."""
         self._whole_file_of = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        """Lock of each owner, which a batch holds while it waits for `_whole_file`. So at most one batch of
-        each owner waits, and owners get `_whole_file` in turn, however many batches they have.
-        """
+        """Lock of each owner. A batch holds it while it waits for `_whole_file`, so only one batch of each
+        owner waits. Thus the owners get `_whole_file` in turn, however many batches they have."""
         self.lost: EngineLostError | None = None
-        """The error with which the server's own engine was lost for good; None while the engine works."""
+        """The error with which an engine that the server started was lost; None while it works."""
 
     def start(self, batch: Record) -> None:
         """Start or resume a batch."""
@@ -153,7 +149,7 @@ class Batches:
         """
         for control, _ in self._running.values():
             control.drain(_SHUTDOWN)
-        # An error of a batch must not end the wait for the other batches.
+        # An error of one batch must not end the wait for the others.
         ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ends, TERM_DRAIN_S)
@@ -163,14 +159,14 @@ class Batches:
         seconds_left = batch["expires_at"] - time.time()
         expiry = asyncio.get_running_loop().call_later(seconds_left, control.stop, EXPIRED)
         if batch["status"] == "cancelling":
-            # An earlier start of the server was asked to cancel the batch, but did not finish that.
+            # An earlier start of the server had begun to cancel the batch.
             control.stop(CANCELLED)
         while True:
             try:
                 await self._run(batch, control)
                 break
             except Exception as failure:
-                # An engine that the server launched itself does not come back, so the server ends.
+                # An engine that the server started itself does not come back, so the server ends.
                 if isinstance(failure, EngineLostError) and launched_model(self._job(batch).engine):
                     self.lost = failure
                     self._server.drain("the engine is lost")
@@ -184,11 +180,11 @@ class Batches:
         del self._running[batch["id"]]
 
     async def _run(self, batch: Record, control: Control) -> None:
-        """Take a batch from its current status to a final one; raises BatchrunError on an interruption."""
+        """Take a batch from its current status to a final one; raises BatchrunError if it is interrupted."""
         try:
             if batch["in_progress_at"] is None:
-                # The memory suffices for one whole file at a time. The lock of the owner comes first, so that
-                # owners get the lock of the server in turn, however many batches they have.
+                # Validation takes much memory, so it is done for one file at a time. The owner's lock comes
+                # first, so that the owners take turns.
                 async with self._whole_file_of[_owner_of(batch)], self._whole_file:
                     unfinished = self._state.unfinished_batches(_owner_of(batch))
                     other_batches = [each for each in unfinished if each is not batch]
@@ -199,7 +195,7 @@ class Batches:
             await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
-                # The file was valid before, so the batch is resumed after a pause.
+                # The file was valid before, so the batch resumes after a pause.
                 raise
             path = self._state.path_of(FILES, batch["input_file_id"])
             errors = {"object": "list", "data": _errors_of(failure, path)}
@@ -226,7 +222,7 @@ class Batches:
                 turns.release()
         except BatchrunError:
             if control.reason is None:
-                # Otherwise the error only says that `control` stopped the batch.
+                # Without a stop by `control`, this is a real error.
                 raise
 
     async def _execute(self, batch: Record, control: Control) -> None:
@@ -238,7 +234,7 @@ class Batches:
             control=control,
             account=self._owners.account_of(_owner_of(batch)),
         )
-        # The counts in the report are exact; those of the last progress may be a second old.
+        # The report has exact counts. Those of the last progress may be a second old.
         batch["request_counts"] = request_counts(
             total=report.rows_total, completed=report.rows_ok, failed=report.rows_failed
         )
@@ -246,7 +242,7 @@ class Batches:
             raise BatchrunError(report.reason)
 
     async def _finish(self, batch: Record, status: str, **changes: Any) -> None:
-        """Store the final status of a batch, with other `changes` of its record, and delete its run."""
+        """Store the final status and other `changes` of a batch, and delete its run."""
         await self._state.save(BATCHES, batch, **{"status": status, f"{status}_at": now(), **changes})
         run = self._state.path_of(BATCHES, batch["id"])
         await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
@@ -258,11 +254,11 @@ class Batches:
         return job_of_batch(str(requests), str(run), **self._options)
 
     def _validate(self, batch: Record, other_batches: Sequence[Record]) -> None:
-        """Raise InputError if the file has no requests, or a request is not for the batch's endpoint.
+        """Raise InputError if the file has no requests, or one for another endpoint than the batch's.
 
-        Raises BatchFileError for lines with unusable custom_ids, and TooManyRequestsError for more requests
-        than the owner may have beside those of its `other_batches`. With any other fault, only the line
-        itself fails. The number of requests is stored in the batch's record.
+        Raises BatchFileError for unusable custom_ids, and TooManyRequestsError if the owner has too many
+        requests, together with its `other_batches`. With any other fault, only the line itself fails. The
+        number of requests is stored in the batch's record.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows
@@ -275,7 +271,7 @@ class Batches:
             for number, request, problem in self._lines(batch)
             if problem is None and request[URL] != endpoint
         )
-        # Reading ends at the last fault that is reported, because the batch is refused in any case.
+        # Only a few faults are reported, so reading ends after them.
         faults = [*islice(other_urls, MOST_FAULTS)]
         if faults:
             raise BatchFileError(faults[0].problem, faults)
@@ -285,7 +281,7 @@ class Batches:
         """Yield each line of a batch's file: its number, its request, and its fault (None if it has none)."""
         path = self._state.path_of(FILES, batch["input_file_id"])
         with pa.OSFile(str(path)) as file:
-            # The content was stored without its ending, so only its first bytes show the compression.
+            # The file is stored without its ending, so its first bytes tell the compression.
             codec = codec_of(file.read(HEAD_BYTES), None)
             file.seek(0)
             source = decompressed(file, codec)
@@ -296,13 +292,12 @@ class Batches:
     async def _publish(self, batch: Record, reason: str | None) -> Record:
         """Write the files of answered and failed lines; return the changes of the batch's record.
 
-        The names of the files follow from the batch's ID, so after a kill the next try replaces these files.
-        If the batch ended early, `reason` says why, and becomes the error of each unanswered line.
+        The files are named by the batch's ID, so after a kill the next try replaces them. If the batch ended
+        early, `reason` says why, and is the error of each unanswered line.
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
-        # If the batch ended early, this yields all its lines, each with the error that it gets if it has no
-        # answer.
+        # If the batch ended early: its lines, each with the error that it gets if it has no answer.
         unanswered = None
         if reason is not None:
             lines = self._lines(batch)
@@ -333,14 +328,14 @@ class Batches:
 
 
 def _owner_of(batch: Record) -> str:
-    """Return the name of a batch's owner; it is empty on a server with one owner."""
+    """Return the name of a batch's owner; empty on a server with one owner."""
     return str(batch.get(OWNER, ""))
 
 
 def _errors_of(failure: InputError, path: Path) -> list[Record]:
-    """Return the errors of a batch whose file at `path` cannot be run, with the numbers of the wrong lines.
+    """Return the errors of a batch whose file cannot be run, with the numbers of the wrong lines.
 
-    Clients get the name of the file, but not its path on the server.
+    They name the file, but not its `path` on the server.
     """
     if isinstance(failure, BatchFileError):
         return [_error(code, problem, line=line) for line, code, problem in failure.line_faults]

@@ -1,4 +1,4 @@
-"""The calls of OpenAI's Batches API that change batches: creation and cancellation."""
+"""Handlers of the calls of OpenAI's Batches API that create and cancel batches."""
 
 import json
 import math
@@ -52,12 +52,11 @@ class BatchesApi:
         files: FilesApi,
         endpoints: Sequence[str],
     ) -> None:
-        """Accept batches for `endpoints`."""
         self._state, self._batches, self._owners = state, batches, owners
         self._records, self._files, self._endpoints = records, files, endpoints
 
     async def create(self, request: web.Request) -> Record:
-        """Start a batch; it is durable when the client gets the reply."""
+        """Start a batch. It is stored on the disk before the client gets the reply."""
         owner = request[OWNER_OF_CALL]
         body = await request.read()
         new_batch = NewBatch.model_validate_json(body)
@@ -81,8 +80,8 @@ class BatchesApi:
             OWNER: owner.name,
         }
 
-        # `add_batch` calls this function while no other batch can be added, so that parallel calls cannot
-        # exceed the limits together.
+        # `add_batch` calls this while no other batch can be added, so parallel calls cannot exceed the
+        # limits.
         def check_limits() -> None:
             self._files.check_count(owner)
             self._owners.check_limits(owner, self._state.unfinished_batches(owner.name))
@@ -97,7 +96,7 @@ class BatchesApi:
         batch = self._records.one(request)
         if batch["status"] in {"validating", "in_progress"}:
             await self._batches.cancel(batch)
-        # `cancel` changes the status. A batch that was being cancelled already is returned unchanged.
+        # A batch that is already being cancelled is returned unchanged.
         if batch["status"] != "cancelling":
             raise ApiError(409, f"Cannot cancel a batch with status '{batch['status']}'.")
         return request[OWNER_OF_CALL].view(batch)

@@ -23,8 +23,8 @@ MOST_FIELDS = 5
 FORM_ERRORS = (ValueError, LookupError, RuntimeError, AssertionError, ConnectionError, TypeError)
 """Errors that aiohttp raises for an upload that is not a form or ends too early."""
 RESERVED_SHARE, RESERVED_BYTES = 0.05, 10_000_000_000
-"""Disk space that uploads must leave free for results: this share of the disk, or this number of bytes if
-that is less."""
+"""Disk space that uploads must leave free for results: a fraction of the disk, or a number of bytes if that
+is less."""
 
 
 class Parameters(BaseModel):
@@ -56,7 +56,7 @@ class FilesApi:
     ) -> None:
         """Accept at most `most_files` files of at most `most_bytes` bytes each.
 
-        If there are several owners, each may store only a fraction of these files, according to its share.
+        Several owners divide these files according to their shares.
         """
         self._state, self._owners, self._records = state, owners, records
         self._most_bytes, self._most_files = most_bytes, most_files
@@ -70,7 +70,7 @@ class FilesApi:
             raise ApiError(400, f"There are {count} files: delete some.", code="too_many_files")
 
     async def upload(self, request: web.Request) -> Record:
-        """Store a file; it is durable when the client gets the reply."""
+        """Store an uploaded file. It is on the disk before the client gets the reply."""
         owner = request[OWNER_OF_CALL]
         self.check_count(owner)
         name = new_id("file-")
@@ -81,7 +81,7 @@ class FilesApi:
             except FORM_ERRORS:
                 raise ApiError(400, "The upload is not a complete multipart/form-data form.") from None
             new_file = NewFile.model_validate(fields).model_dump()
-            # Check again, because other uploads of the owner may have ended during this one.
+            # Check again: other uploads of the owner may have ended meanwhile.
             self.check_count(owner)
             # Closing the stack gives the temporary file its final name, durably.
             await asyncio.to_thread(stack.pop_all().close)
@@ -89,7 +89,7 @@ class FilesApi:
         return owner.view(record)
 
     async def _read_form(self, request: web.Request, target: Path, owner: Owner) -> Record:
-        """Write the file of an upload to `target`; return the form's fields (`file`: the file's name)."""
+        """Write the uploaded file to `target`; return the form's fields, with the file's name as `file`."""
         fields: Record = {}
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader) or len(fields) == MOST_FIELDS:
@@ -109,14 +109,14 @@ class FilesApi:
         return fields
 
     async def _write_part(self, part: BodyPartReader, target: Path, owner: Owner) -> None:
-        """Write the part of a form that has the file; raises ApiError if there is no room for the file."""
+        """Write the part of a form that is the file; raises ApiError if there is no room for it."""
         size = 0
         try:
             with target.open("wb") as content:
                 while block := await part.read_chunk(BLOCK_BYTES):
                     size += len(block)
-                    # The block is counted before it is written, so that parallel uploads do not exceed the
-                    # limit together.
+                    # Count the block before it is written, so that parallel uploads together do not exceed
+                    # the limit.
                     self._uploading[owner.name] += len(block)
                     stored = self._state.stored_bytes
                     await asyncio.to_thread(
@@ -128,20 +128,20 @@ class FilesApi:
                         used_by_all=stored.total() + self._uploading.total(),
                     )
         finally:
-            # The upload is no longer in progress. If it succeeded, its file counts as stored soon.
+            # The upload is over. If it succeeded, its file will count as stored.
             self._uploading[owner.name] -= size
 
     def _write(self, content: IO[bytes], block: bytes, *, part: float, used: int, used_by_all: int) -> None:
         """Write a block of an upload.
 
         Raises ApiError if the file is too large, if the disk is nearly full, or if the owner has filled its
-        `part` of the disk. `used` is the number of bytes that the owner's files and uploads take;
-        `used_by_all` is this number for all owners together.
+        `part` (a fraction) of the disk. `used` is the number of bytes of the owner's files and uploads, and
+        `used_by_all` that of all owners.
         """
         if content.tell() + len(block) > self._most_bytes:
             raise ApiError(413, f"'file' is larger than {self._most_bytes} bytes.", "file", "too_large")
         disk = shutil.disk_usage(content.name)
-        # The owner may fill its part of all space that uploads can have: what they use now, and what is free.
+        # The owner may fill its part of the space for uploads: what they use now, and what is free.
         free = disk.free - min(RESERVED_SHARE * disk.total, RESERVED_BYTES)
         if free < 0 or used > (used_by_all + free) * part:
             raise ApiError(413, "The disk is nearly full: delete files.", "file", "disk_full")

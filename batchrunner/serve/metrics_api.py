@@ -1,4 +1,4 @@
-"""The calls for operators: whether the server lives, whether it is ready, and its metrics for Prometheus."""
+"""Handlers of the calls for operators: `/health`, `/ready`, and metrics for Prometheus."""
 
 import asyncio
 import time
@@ -21,21 +21,21 @@ from batchrunner.serve.state import BATCHES, FILES, FINAL_STATUSES, OWNER, Recor
 CHECK_EVERY_S = 2.0
 """Minimum time in seconds between two checks of readiness, however many clients ask."""
 READ_S = 2.0
-"""Seconds in which the directory of the records must answer."""
+"""Seconds within which the server's directory must answer."""
 PREFIX = "batchrunner_serve_"
 
 
 class Readiness:
-    """Whether the server can do its work: its records can be read, and its engine answers."""
+    """Checks whether the server can work: its records can be read, and its engine answers."""
 
     def __init__(self, state: State, batches: Batches) -> None:
         self._state, self._batches = state, batches
         self._check: asyncio.Task[str | None] | None = None
-        """The present or last check, for which all clients wait together."""
+        """The current or last check. All clients wait for this one task."""
         self._checked_at = 0.0
         """Time of the monotonic clock at which the last check began."""
         self._look: asyncio.Future[int] | None = None
-        """The last look at the directory, which never ends if its file system hangs."""
+        """The last read of the directory, which never ends if its file system hangs."""
         self.disk_free: int | None = None
         """Free bytes of the disk; None if unknown."""
 
@@ -49,7 +49,7 @@ class Readiness:
     async def _find_problem(self) -> str | None:
         """Return why the server is not ready; None if its directory and its engine answer in time."""
         look = self._look
-        # If the last look still hangs, wait for it again, so that only one thread hangs.
+        # If the last read still hangs, wait for it again, so that only one thread hangs.
         if look is None or look.done():
             look = self._look = asyncio.ensure_future(asyncio.to_thread(self._state.look))
         await asyncio.wait([look], timeout=READ_S)
@@ -60,21 +60,22 @@ class Readiness:
 
 
 class BatchTally:
-    """Counts of batches and requests, which are brought up to date without a look at all records.
+    """Counts batches and requests without reading all records each time.
 
     Batches that have ended do not change, so only unfinished and new ones are read.
     """
 
     def __init__(self, state: State) -> None:
-        """Count the batches that are in `state`. Their requests do not count as ended in this process."""
+        """Count the batches in `state`. Their requests do not count as ended in this process."""
         self._state = state
         self._newest: str | None = None
         """ID of the newest batch that was counted."""
         self._unfinished: dict[str, Record] = {}
-        """Counts of requests of the batches that may change, as they were last read, by ID of the batch."""
+        """Last known counts of requests of the unfinished batches, by ID of the batch."""
         self._resumed = set[str]()
         """IDs of unfinished batches that an earlier process began. Requests that ended in that process must
-        not count. The next progress of such a batch shows how many they are, and its ID is removed."""
+        not count. When such a batch next reports its progress, their number is known, and the ID is removed.
+        """
         self.ended_batches = Counter[tuple[str, str]]()
         """Number of batches with a final status, by owner and status."""
         self.ended_requests = Counter[tuple[str, str]]()
@@ -92,7 +93,7 @@ class BatchTally:
     def update(self) -> list[Record]:
         """Bring the counts up to date; return the unfinished batches."""
         batches = self._state.records[BATCHES]
-        # The newest batches are last, so the batches after `_newest` have not been counted yet.
+        # The batches after `_newest` have not been counted yet.
         for name in reversed(batches):
             if name == self._newest:
                 break
@@ -102,8 +103,8 @@ class BatchTally:
             batch = batches[name]
             owner, counts = batch.get(OWNER, ""), batch["request_counts"]
             if counts != last_counts and name in self._resumed:
-                # These are the first counts of a batch that an earlier process began. They include the
-                # requests of that process, so only later changes count.
+                # The first counts of a batch that an earlier process began include requests of that process.
+                # Only later changes count.
                 self._resumed.remove(name)
             else:
                 for outcome in ("completed", "failed"):
@@ -120,7 +121,7 @@ class BatchTally:
 
 
 class MetricsApi:
-    """Handlers of the calls, and the collector of the metrics."""
+    """Handlers of `/health`, `/ready` and `/metrics`, and the collector of the metrics."""
 
     def __init__(self, *, state: State, batches: Batches, owners: Owners) -> None:
         """Collect metrics of the server, its batches and its owners."""
@@ -135,7 +136,7 @@ class MetricsApi:
         ProcessCollector(registry=self._registry)
 
     async def health(self, _: web.Request) -> Record:
-        """Tell that the server lives: it handles calls."""
+        """Tell that the server is alive, because it handles calls."""
         return {"status": "ok"}
 
     async def ready(self, _: web.Request) -> Record:
@@ -153,7 +154,7 @@ class MetricsApi:
         """Return the metrics in the format that the client accepts, by default that of Prometheus."""
         if not request[OWNER_OF_CALL].admin:
             raise ApiError(403, "Only an admin may read the metrics.")
-        # `encode` calls `collect`, which cannot wait, so readiness is found before.
+        # `encode` calls `collect`, which cannot wait. So readiness is checked before.
         self._is_ready = await self._readiness.problem() is None
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})

@@ -1,7 +1,7 @@
 """Owners of files and batches: their API keys, their shares of the engine, and their limits.
 
-An owner is an entry of the file of `--keys`. A server without this file has one owner, who sees everything.
-No key is logged, written or returned. Keys are compared by their SHA-256.
+Each entry of the file given by `--keys` is an owner. A server without this file has one owner, who sees
+everything. Keys are never logged, written or returned, and are compared by their SHA-256.
 """
 
 import asyncio
@@ -35,24 +35,22 @@ MOST_CALLS_AT_ONCE = 200.0
 
 
 class Owner(BaseModel):
-    """An entry of the file of `--keys`."""
+    """An owner of files and batches: an entry of the file given by `--keys`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     key: SecretStr | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of the key as hexadecimal digits, in place of the key."""
+    """SHA-256 of the key in hexadecimal, if the file does not contain the key itself."""
     share: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Weight of the owner when the engine is shared."""
+    """Weight of the owner if several owners use the engine."""
     max_batches: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of unfinished batches."""
     max_queued_requests: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of requests of unfinished batches that have no result yet."""
     max_tokens_per_day: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of prompt and output tokens a day (UTC). The owner's batches pause when these tokens are
-    used up.
-    """
+    """Maximum number of prompt and output tokens a day (UTC). After that, the owner's batches pause."""
     admin: bool = False
     """Whether the owner sees the files and batches of all owners, and the metrics."""
 
@@ -91,7 +89,7 @@ def digest_of(key: str) -> str:
 
 
 def read_owners(path: Path) -> list[Owner]:
-    """Return the owners in a file of keys; raise JobError, whose text quotes nothing of the file."""
+    """Read the owners from a file of keys. The text of a JobError quotes nothing of the file."""
     try:
         tree = yaml.safe_load(path.read_text("utf-8-sig"))
         owners = _read_owners.validate_python(tree, strict=True)
@@ -99,8 +97,7 @@ def read_owners(path: Path) -> list[Owner]:
         raise JobError(f"--keys {path}: cannot be read: {failure.strerror}") from None
     except ValidationError as failure:
         error = failure.errors(include_input=False, include_url=False)[0]
-        # The message must not show a key of an owner that stands in a wrong place. So of the error's
-        # location, only known field names and positions are shown.
+        # The message must not show a misplaced key. So it shows only known field names and positions.
         place = [part for part in error["loc"] if isinstance(part, int) or part in Owner.model_fields]
         where = f"entry {place[0] + 1}" if place and isinstance(place[0], int) else "the file"
         field = f", {place[1]}" if len(place) > 1 else ""
@@ -121,7 +118,7 @@ class Owners:
     """The owners of a server, and what each of them has used."""
 
     def __init__(self, keys: Path | None, only_key: str, *, usage: Path) -> None:
-        """Read the file `keys`, and the tokens of this day in the file `usage`. Raises JobError.
+        """Read the owners from the file `keys`, and today's used tokens from `usage`. Raises JobError.
 
         Without `keys`, there is one owner. Its API key is `only_key`, which is empty if it needs none.
         """
@@ -133,15 +130,16 @@ class Owners:
         else:
             self._owners = read_owners(keys)
         self._accounts: dict[str, Account] = {}
-        """Account of each owner who has had a batch since the server's start, by name of the owner."""
+        """Account (cost and limits) of each owner who had a batch since the server's start, by the owner's
+        name."""
         self._calls: dict[str, tuple[float, float]] = {}
-        """Calls that an owner may make at once, and when that number was computed, by name of the owner."""
+        """For each owner, by name: the calls that it may make at once, and when this number was computed."""
         self._day = _today()
         with using_run(str(usage)):
-            # A server without a file of keys has no limits of tokens, and so saves no numbers.
+            # Without a file of keys there are no token limits, so no numbers are saved.
             stored = json.loads(usage.read_bytes()) if keys is not None and usage.exists() else {}
         self._tokens: dict[str, int] = stored["tokens"] if stored.get("day") == self._day else {}
-        """Tokens of this day as they were last read or saved, by name of the owner."""
+        """Today's used tokens, by owner's name, as they were last read or saved."""
 
     @property
     def has_key_file(self) -> bool:
@@ -167,7 +165,7 @@ class Owners:
             log.warning("%s; the old keys stay in force", failure)
             return
         log.warning("--keys %s: read again, %d owners", self._keys, self.count)
-        # Accounts of owners without a batch since the server's start are made later, with the new limits.
+        # Accounts that do not exist yet will get the new limits.
         for owner in self._owners:
             if owner.name in self._accounts:
                 account = self._accounts[owner.name]
@@ -184,17 +182,17 @@ class Owners:
         return matching[0] if matching else None
 
     def part_of(self, owner: Owner) -> float:
-        """Return the fraction of the disk and of the number of files that an owner may use, from 0 to 1."""
+        """Return the fraction of the disk space and of the files that an owner may use, from 0 to 1."""
         return owner.share / sum(each.share for each in self._owners) if self.has_key_file else 1.0
 
     def account_of(self, name: str) -> Account:
-        """Return the account that pays for the batches of an owner.
+        """Return the account to which an owner's batches are charged.
 
-        Without several owners, each batch has an account of its own, so that batches have equal shares.
+        Without a file of keys, each batch has its own account, so that batches have equal shares.
         """
         if not self.has_key_file:
             return Account()
-        # An account is made at its first use. `read_again` changes it when the file of keys changes.
+        # Accounts are created when first used. `read_again` changes them when the file of keys changes.
         if name not in self._accounts:
             account = self._accounts[name] = Account(tokens=self._tokens.get(name, 0))
             for owner in self._owners:
@@ -206,8 +204,8 @@ class Owners:
         """Count calls of an owner; raises ApiError if there are too many a second.
 
         This is a token bucket: the number of available calls grows by CALLS_A_SECOND each second, up to
-        MOST_CALLS_AT_ONCE, and each call uses up one. A call is refused if none is available. The number may
-        become negative, because a call for a long list counts as several.
+        MOST_CALLS_AT_ONCE. Each call takes one, and is refused if none is available. The number may become
+        negative, because a call for a long list counts as several.
         """
         if owner.admin:
             return
@@ -219,7 +217,7 @@ class Owners:
         self._calls[owner.name] = available - calls, now
 
     def check_limits(self, owner: Owner, batches: list[Record]) -> None:
-        """Raise ApiError if an owner, who has these unfinished batches, may not create a further batch."""
+        """Raise ApiError if an owner with these unfinished `batches` may not create another one."""
         self._start_day()
         if self.has_key_file and self.account_of(owner.name).is_paused:
             raise ApiError(
@@ -229,7 +227,7 @@ class Owners:
                 # The number of tokens is reset at midnight (UTC).
                 retry_after_s=DAY_S - int(time.time()) % DAY_S,
             )
-        # The number of requests is not known before the file is validated, but a batch has at least one.
+        # The number of requests is unknown until the file is validated, but a batch has at least one.
         excess = self.excess_of_queue(owner.name, batches, new=1)
         if owner.max_batches is not None and len(batches) >= owner.max_batches:
             excess = f"You have {len(batches)} unfinished batches, and your limit is {owner.max_batches}."
@@ -237,7 +235,7 @@ class Owners:
             raise ApiError(429, excess, code=RATE_LIMIT, retry_after_s=RETRY_AFTER_S)
 
     def excess_of_queue(self, name: str, batches: Iterable[Record], *, new: int) -> str | None:
-        """Return a sentence if `new` requests exceed an owner's limit of queued requests, else None.
+        """Return an error text if `new` requests exceed an owner's limit of queued requests, else None.
 
         `batches` are the owner's other unfinished batches.
         """
@@ -249,10 +247,10 @@ class Owners:
         return f"You have {queued} queued requests, and {new} more exceed the limit: your limit is {limit}."
 
     def tokens_of_day(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the tokens that owners have used on this day, and their limits; both empty without keys."""
+        """Return the tokens that owners have used today, and their limits. Both are empty without keys."""
         self._start_day()
-        # An account has the newest number of its owner. Owners without a batch since the server's start have
-        # no account, only the number that was read from the disk.
+        # Accounts have the newest numbers. Owners without a batch since the server's start have only the
+        # number that was read from the disk.
         used = {**self._tokens, **{name: account.tokens for name, account in self._accounts.items()}}
         limits = {
             owner.name: owner.max_tokens_per_day
@@ -266,7 +264,7 @@ class Owners:
         if not self.has_key_file:
             return
         self._start_day()
-        # Only owners with a batch since the server's start have an account. The others keep their number.
+        # Owners without an account keep the number that was read from the disk.
         self._tokens |= {name: account.tokens for name, account in self._accounts.items()}
         await asyncio.to_thread(write_json, self._usage, {"day": self._day, "tokens": {**self._tokens}})
 

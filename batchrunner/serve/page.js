@@ -3,12 +3,12 @@
 // the variable `key` and nowhere else.
 (() => {
   const POLL_MS = 2000;
-  const POLL_SHARE = 0.1; // Polls may take at most this share of the time, however many batches are shown.
-  const AWAY_MS = 20000; // A server that takes longer to answer is away.
-  const BATCHES_A_PAGE = 100, MOST_BATCHES = 10000; // The API lists at most so many.
+  const POLL_SHARE = 0.1; // Maximum fraction of the time that polls take, however many batches are shown.
+  const AWAY_MS = 20000; // A server that takes longer to answer counts as unreachable.
+  const BATCHES_A_PAGE = 100, MOST_BATCHES = 10000; // The API lists at most this many.
   const LOAD_S = 3600; // Length of the time axis of the load.
-  const GAP_S = 20; // Without a point of the load for so long, nothing ran.
-  const ASK_MS = 5000; // How long a button asks whether to cancel.
+  const GAP_S = 20; // Without a load sample for this long, nothing ran.
+  const ASK_MS = 5000; // Time for which a button asks whether to cancel.
   const LONGEST_TEXT = 1000;
   const HEAD_BYTES = 16384; // Part of an error file that is read.
   const ERROR_LINES = 5; // Lines of an error file that are shown.
@@ -22,7 +22,7 @@
     {title: "Requests in the engine", lines: {running: "running", queue: "waiting"}},
     {title: "Token usage", lines: {token_usage: "of the KV pool"}, top: 1},
   ];
-  const BODIES = { // Of an example request for the first endpoint of a server.
+  const BODIES = { // Bodies of the example request, by endpoint.
     "/v1/chat/completions": {messages: [{role: "user", content: "Name a town."}]},
     "/v1/embeddings": {input: "a text"},
     "/v1/classify": {input: "a text"},
@@ -32,7 +32,7 @@
   const one = (selector, parent = document) => parent.querySelector(selector);
   const main = one("main"), login = one("#login"), notice = one("#notice");
   let key = "";
-  let view = null; // What the server has said about the batches of this key; a new key begins a new view.
+  let view = null; // Data about the batches of this API key; a new key begins a new view.
   let timer = 0;
 
   // Texts
@@ -53,7 +53,7 @@
   };
   const ago = (seconds) => `${duration(seconds < 60 ? seconds : seconds - (seconds % 60))} ago`;
   const setText = (element, text) => {
-    if (element.textContent !== text) element.textContent = text; // A selection of unchanged text stays.
+    if (element.textContent !== text) element.textContent = text; // A selection in unchanged text stays.
   };
   const make = (tag, text, className = "") => {
     const element = document.createElement(tag);
@@ -266,7 +266,7 @@
 
   // Details
 
-  // Reads what the list of batches lacks, each file once.
+  // Reads the files with details that the list of batches lacks, each once.
   const readFiles = async (row) => {
     const {input_file_id: input, error_file_id: errors} = row.batch;
     if (row.input === null) {
@@ -421,7 +421,7 @@
         isConnected &&= load.time[place] - load.time[place - 1] < GAP_S;
         if (value !== null) {
           const point = `${(1000 * places[place]).toFixed(1)} ${(100 - (100 * value) / end).toFixed(1)}`;
-          path += isConnected ? `L${point}` : `M${point}h.01`; // A point alone is a dot.
+          path += isConnected ? `L${point}` : `M${point}h.01`; // A single point becomes a dot.
         }
         isConnected = value !== null;
       });
@@ -445,7 +445,7 @@
     event.preventDefault();
     const entered = one("#key").value.trim();
     one("#key").value = "";
-    if (!/^[\x21-\x7e]+$/.test(entered)) { // No header can have another character.
+    if (!/^[\x21-\x7e]+$/.test(entered)) { // Other characters are not allowed in a header.
       setText(one("#refusal"), "This key is not valid.");
       return;
     }
@@ -460,7 +460,7 @@
   });
   one("#copy").addEventListener("click", async () => {
     const text = one("#empty pre"), copy = one("#copy");
-    getSelection().selectAllChildren(text); // Without HTTPS the browser lets no page write the clipboard.
+    getSelection().selectAllChildren(text); // Without HTTPS, browsers do not let a page write to the clipboard.
     await navigator.clipboard?.writeText(text.textContent).then(() => setText(copy, "Copied"), () => {});
   });
   document.addEventListener("visibilitychange", () => {

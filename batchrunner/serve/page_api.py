@@ -1,4 +1,4 @@
-"""The page of the server, and the call that tells the page what OpenAI's API lacks.
+"""The web page of the server, and a call for data that OpenAI's API lacks.
 
 The page has no data itself, so it needs no API key. It reads `/v1/activity` every few seconds, `/v1/batches`
 whenever a batch has changed, and cancels batches by OpenAI's call.
@@ -24,14 +24,14 @@ class ActivityQuery(BaseModel):
     """Query parameters of `/v1/activity`."""
 
     since: float = 0.0
-    """Unix time of the newest point of the load that the client has."""
+    """Unix time of the newest load sample that the client has."""
 
 
 class PageApi:
-    """Handlers of the calls."""
+    """Handlers of the page and of `/v1/activity`."""
 
     def __init__(self, *, state: State, batches: Batches, owners: Owners, endpoints: Sequence[str]) -> None:
-        """Show the batches of `state`, and the runs and the engine of `batches`."""
+        """Show the batches of `state`, their runs, and the engine's load."""
         self._state, self._activity, self._owners = state, batches.activity, owners
         self._server = {
             "model": batches.info.model,
@@ -39,9 +39,7 @@ class PageApi:
             "endpoints": [*endpoints],
         }
         self._began = time.time_ns()
-        """Time at which the server started. It makes `version` differ after a restart, which resets the count
-        of changes.
-        """
+        """Time at which the server started. It makes `version` differ after a restart."""
         self._html, self._headers = _page()
 
     async def page(self, _: web.Request) -> web.Response:
@@ -59,8 +57,7 @@ class PageApi:
             **self._server,
             "owner": owner.name or None,
             "time": time.time(),
-            # This text differs whenever a batch that the owner sees has changed, also after a restart of the
-            # server.
+            # Changes whenever a batch of the owner has changed, and after a restart.
             "version": f"{self._began}-{changes.total() if owner.admin else changes[owner.name]}",
             "waiting": len(self._state.unfinished_batches(None if owner.admin else owner.name))
             - len(running),
@@ -69,7 +66,7 @@ class PageApi:
         }
 
     def _running(self, owner: Owner) -> list[Record]:
-        """Return the batches of an owner that use the engine, each with the state of its run."""
+        """Return the running batches of an owner, each with the state of its run."""
         running = []
         for name, sample in self._activity.running.items():
             batch = self._state.records[BATCHES][name]
@@ -85,7 +82,7 @@ class PageApi:
 
 
 def _page() -> tuple[str, dict[str, str]]:
-    """Return the HTML of the page, with its style and script, and its headers.
+    """Return the HTML of the page with its style and script, and its HTTP headers.
 
     The content security policy allows only this style and this script, and calls of this server. The script
     can set texts, but no HTML.

@@ -1,4 +1,4 @@
-"""Look-ups of files, batches and models: one by its ID, and pages of a list. Each owner sees its own."""
+"""Looks up files, batches and models, by ID or in pages of a list. Each owner (API key) sees its own."""
 
 from typing import Any, Literal
 
@@ -10,14 +10,14 @@ from batchrunner.serve.owners import Owner, Owners
 from batchrunner.serve.state import BATCHES, Record, State, now
 
 OWNER_OF_CALL: web.RequestKey[Owner] = web.RequestKey("owner", Owner)
-"""Key of a request with the owner of its API key."""
+"""Key under which a request stores the owner of its API key."""
 MODELS = "models"
 LARGEST_PAGE = 10_000
-"""Maximum number of records in a page. It is also the default for the kinds that DEFAULT_PAGE lacks."""
+"""Maximum number of files or batches in a page, and the default for files."""
 DEFAULT_PAGE = {BATCHES: 20}
-"""Number of records in a page if the call sets no `limit`, by kind of record."""
+"""Number of records in a page if the call sets no `limit`; LARGEST_PAGE for other kinds."""
 RECORDS_A_CALL = 100
-"""Number of listed records that count as one call of the owner."""
+"""A page of a list counts as one call of its owner for each of this many records."""
 
 
 class Page(BaseModel):
@@ -39,12 +39,12 @@ class Records:
         self._records: dict[str, dict[str, Record]] = {**state.records, MODELS: {model: model_record}}
 
     def find(self, kind: str, name: str, owner: Owner) -> Record | None:
-        """Return a record; None if it does not exist for this owner."""
+        """Return a file or batch; None if this owner has none with this ID."""
         record = self._records[kind].get(name)
         return record if record is not None and (kind == MODELS or owner.may_see(record)) else None
 
     def one(self, request: web.Request) -> Record:
-        """Return the record that a call names; raises ApiError if it does not exist for the owner."""
+        """Return the file or batch that a call names; raises ApiError if its owner has none with this ID."""
         kind, name = request.match_info["kind"], request.match_info["id"]
         record = self.find(kind, name, request[OWNER_OF_CALL])
         if record is None:
@@ -52,11 +52,11 @@ class Records:
         return record
 
     async def get(self, request: web.Request) -> Record:
-        """Return the record that a call names."""
+        """Handle a call for one file, batch or model."""
         return request[OWNER_OF_CALL].view(self.one(request))
 
     async def page(self, request: web.Request) -> Record:
-        """Return a page of the owner's records of a kind, by default the newest first."""
+        """Handle a call for a page of the owner's files or batches, by default the newest first."""
         kind, owner = request.match_info["kind"], request[OWNER_OF_CALL]
         page = Page.model_validate({"limit": DEFAULT_PAGE.get(kind, LARGEST_PAGE), **request.query})
         visible = [name for name in self._records[kind] if self.find(kind, name, owner)]

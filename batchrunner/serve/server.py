@@ -48,11 +48,11 @@ balancers and orchestrators, which have no key."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
-"""Interval in seconds at which expired files are deleted and the numbers of used tokens are saved."""
+"""Interval, in seconds, at which expired files are deleted and used tokens are saved."""
 
 
 class Api:
-    """The calls of the server. If a handler returns a dict, the reply is that dict as JSON."""
+    """The HTTP calls of the server. A dict that a handler returns is sent as JSON."""
 
     def __init__(
         self,
@@ -129,14 +129,14 @@ class Api:
     def _owner_of(self, request: web.Request) -> Owner:
         """Return the owner of the API key of a call; raises ApiError for a call without a valid key.
 
-        A server without a key serves only programs on this machine, and its own page. It refuses other web
-        pages, because the page of any website could send calls to localhost.
+        A server without keys serves only programs on this machine and its own page. Other web pages are
+        refused, because any website could send calls to localhost.
         """
         if not self._owners.need_key:
             try:
                 host, own_origin = (request.url.host or "").lower(), str(request.url.origin())
             except ValueError:
-                # The header Host is malformed, for example its port is beyond 65535.
+                # The header Host is malformed, for example with a port beyond 65535.
                 host = own_origin = ""
             if host not in LOCAL_HOSTS or request.headers.get("Origin", own_origin) != own_origin:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
@@ -155,14 +155,14 @@ async def open_engine_patiently(
     control: Control,
     stack: contextlib.AsyncExitStack,
 ) -> SharedEngine:
-    """Open the engine; while attached servers cannot be reached, try again. `stack` closes the engine."""
+    """Open the engine; try again while servers cannot be reached. `stack` closes the engine."""
     while True:
         try:
             async with contextlib.AsyncExitStack() as opening:
                 engine = await open_engine_of(
                     job, task, log_directory=log_directory, control=control, stack=opening
                 )
-                # `opening` closes an engine that fails to open; from here on, `stack` closes the engine.
+                # `opening` closes an engine that fails to open. From here on, `stack` closes it.
                 stack.push_async_callback(opening.pop_all().aclose)
                 return engine
         except EngineAwayError as failure:
@@ -171,7 +171,7 @@ async def open_engine_patiently(
 
 
 def _check_options(directory: Path, *, host: str, key: str, keys: Path | None) -> None:
-    """Raise JobError for a directory that is a URI, and for keys that are missing or given twice."""
+    """Raise JobError if the directory is a URI, or if keys are missing or given twice."""
     if key and keys is not None:
         raise JobError(f"--keys {keys}: {API_KEY_VARIABLE} is set, too", hint="give one of them")
     if host not in LOCAL_HOSTS and not key and keys is None:
@@ -215,7 +215,7 @@ async def serve(
     """
     key = os.environ.get(API_KEY_VARIABLE, "")
     _check_options(directory, host=host, key=key, keys=keys)
-    # A batch has its expiry in place of a deadline. Like OpenAI's, it continues however many lines fail.
+    # A batch has an expiry instead of a deadline. Like OpenAI's, it goes on however many lines fail.
     limits = ("limits.deadline=null", "limits.abort_failed_share=1")
     options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *limits]}
     job = job_of_batch("requests", str(directory), **options)
@@ -230,14 +230,13 @@ async def serve(
         stack.push_async_callback(owners.save_usage)
 
         def handle(number: signal.Signals) -> None:
-            # SIGHUP reads the file of keys again. Every other signal, and a SIGHUP without such a file, ends
-            # the server.
+            # With a file of keys, SIGHUP makes the server read it again. Any other signal ends the server.
             if number == signal.SIGHUP and keys is not None:
                 loop.call_soon_threadsafe(owners.read_again)
             else:
                 loop.call_soon_threadsafe(control.drain, "interrupted")
 
-        # `nohup` makes its command ignore SIGHUP, but here SIGHUP only asks for the keys.
+        # `nohup` makes a command ignore SIGHUP, but here SIGHUP only reloads the keys.
         requests = () if keys is None else (signal.SIGHUP,)
         stack.enter_context(SignalWatch(handle, SIGNALS, requests=requests))
         address = f"--port {port}, --host {host}"
@@ -269,6 +268,6 @@ async def serve(
             batches.start(batch)
         show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         await _sweep_until(stop_event, state, owners)
-    # The server ended because its engine was lost, not because of a signal.
+    # The server ended because its engine was lost, not by a signal.
     if batches.lost is not None:
         raise batches.lost

@@ -7,7 +7,7 @@ incomplete, and the next start deletes it.
 A change is written to the disk before it is made in memory. So a client never sees a change that a kill could
 undo. A lock lets only one change at a time make its checks and be written.
 
-The server makes all names on the disk. A name from a client is only looked up among them.
+The server chooses all file names. A name from a client is only looked up among them.
 """
 
 import asyncio
@@ -34,9 +34,8 @@ FILES, BATCHES = "files", "batches"
 OWNER = "owner"
 """Key of a record with the name of its owner; empty on a server with one owner."""
 _SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
-"""Matches the names that the server gives to file contents, runs and temporary files. Nothing else in the
-directory is touched.
-"""
+"""Matches the names that the server gives to its files, runs and temporary files. Nothing else in the
+directory is touched."""
 FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -46,7 +45,7 @@ def now() -> int:
 
 
 def new_id(prefix: str) -> str:
-    """Return an ID that nobody can guess; IDs sort by age."""
+    """Return an ID that nobody can guess. IDs sort by age."""
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(16)}"
 
 
@@ -56,7 +55,7 @@ class State:
     def __init__(self, directory: Path) -> None:
         """Read the records in `directory`, and delete what a kill left incomplete.
 
-        Raises OSError, and OutputError where a record cannot be read.
+        Raises OSError, and OutputError if a record cannot be read.
         """
         self._directory = directory
         self.records: dict[str, dict[str, Record]] = {}
@@ -68,7 +67,7 @@ class State:
                 if _SERVER_NAMES.fullmatch(path.stem):
                     with using_run(str(path)):
                         self.records[kind][path.stem] = json.loads(path.read_bytes())
-        # The run of a finished batch is no longer used. Content without a record was not written to its end.
+        # The run of a finished batch is not needed. Content without a record is incomplete.
         used_names = {*self.records[FILES], *(batch["id"] for batch in self.unfinished_batches())}
         for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
             if not _SERVER_NAMES.fullmatch(path.name) or path.name in used_names:
@@ -84,14 +83,14 @@ class State:
         self.changes = Counter[str]()
         """Number of changes of each owner's batches since the start of the server, by the owner's name."""
         self._changing = asyncio.Lock()
-        """Lock that lets only one change at a time make its checks and be written."""
+        """Allows one change at a time, from its checks until it is written."""
 
     def path_of(self, kind: str, name: str) -> Path:
         """Return the path of a file's content, or of a batch's run."""
         return self._directory / kind / name
 
     def look(self) -> int:
-        """Test that the directories of records can be read, and return the free bytes of the disk.
+        """Test that the server's directories can be read. Return the free bytes of the disk.
 
         Raises OSError.
         """
@@ -101,7 +100,7 @@ class State:
         return shutil.disk_usage(self._directory).free
 
     def unfinished_batches(self, owner: str | None = None) -> list[Record]:
-        """Return the batches without a final status, the oldest first: those of an owner, or all."""
+        """Return the unfinished batches of an owner, or of all owners, the oldest first."""
         batches = self.records[BATCHES].values()
         unfinished = [batch for batch in batches if batch["status"] not in FINAL_STATUSES]
         return [batch for batch in unfinished if owner in {None, batch.get(OWNER, "")}]
@@ -114,7 +113,7 @@ class State:
     async def save(self, kind: str, record: Record, **changes: Any) -> Record:
         """Add or change a record; return it. Raises StorageError.
 
-        A batch that has a final status stays as it is, because a client may cancel it just when it ends.
+        A batch with a final status stays as it is: a client may cancel it just when it ends.
         """
         async with self._changing:
             if record["status"] not in FINAL_STATUSES:
@@ -122,7 +121,7 @@ class State:
         return record
 
     async def add_batch(self, batch: Record, check: Callable[[], None]) -> bool:
-        """Add a batch; return False if its input file has been deleted. Raises StorageError.
+        """Add a batch, or return False if its input file was deleted. Raises StorageError.
 
         `check` raises an error if the batch may not be added. No other batch is added between the check and
         the end of this call.
@@ -141,19 +140,19 @@ class State:
         await asyncio.to_thread(write_json, path, {**record, **changes})
         record.update(changes)
         self.records[kind][name] = record
-        # Clients of the page learn from this counter that a batch has changed.
+        # The page notices by this counter that a batch has changed.
         self.changes[record.get(OWNER, "")] += kind == BATCHES
         log.info("%s: %s", name, record["status"])
 
     async def add_file(
         self, name: str, *, owner: str, filename: str, purpose: str, expires_after: Record | None
     ) -> Record:
-        """Store a record for a file whose content is on the disk already, and return it; raises StorageError.
+        """Store and return the record of a file whose content is already on the disk; raises StorageError.
 
         `filename` is the name that clients see.
         """
         created = now()
-        # A file of this name exists already if the server was killed just after it had written these results.
+        # The file exists if the server was killed just after it had written these results.
         replaced = self.records[FILES].get(name)
         record = await self.save(FILES, {
             "id": name,
@@ -171,8 +170,8 @@ class State:
         return record
 
     async def delete_file(self, name: str) -> bool:
-        """Delete a file and its record; return False if an unfinished batch reads it. Raises StorageError."""
-        # With the lock, no new batch can take the file between the check and the deletion.
+        """Delete a file, or return False if an unfinished batch reads it. Raises StorageError."""
+        # The lock keeps new batches from taking the file between the check and the deletion.
         async with self._changing:
             is_used = any(batch["input_file_id"] == name for batch in self.unfinished_batches())
             if not is_used:
@@ -186,7 +185,7 @@ class State:
         """Delete a file's record durably, then its content."""
         content = self.path_of(FILES, name)
         with writing(content):
-            # After a kill between the steps, the next start deletes content that has no record.
+            # After a kill between the two steps, the next start deletes the content without a record.
             content.with_name(f"{name}.json").unlink(missing_ok=True)
             sync_directory(content.parent)
             content.unlink(missing_ok=True)

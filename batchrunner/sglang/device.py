@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 CPU_SHIM = Path(__file__).with_name("cpu_shim")
-"""Directory of a substitute for the package `sgl_kernel`, which needs CUDA. On a CPU it comes first on
-PYTHONPATH."""
+"""Directory of a substitute for the CUDA package `sgl_kernel`. On a CPU, it comes first on PYTHONPATH."""
 
 SERVER_MODULES = Path(__file__).with_name("server_modules")
-"""Directory of packages for SGLang's processes. It comes last on their PYTHONPATH."""
+"""Directory of packages that SGLang's processes may import. It comes last on their PYTHONPATH."""
 MEAN_POOLING = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mean_pooling"}
-"""Environment variable with which SGLang imports batchrunner's encoders, whose vector is the mean over all
-tokens. The vector of SGLang's own encoders is that of the first token."""
+"""Environment variable that makes SGLang import the encoders of batchrunner. Their vector is the mean over
+all tokens; that of SGLang's own encoders is the vector of the first token."""
 
 CPU_NOTE = (
     "SGLang's CPU engine is slow, and meant for trying jobs and for tests; on a machine with a GPU the run "
@@ -25,7 +24,7 @@ CPU_NOTE = (
 )
 """Note for the user of a run on a CPU."""
 
-# Attention is torch's own, and the number type is the only one that every CPU computes fast. The KV pool is
+# Attention is torch's own. The number type is the only one that every CPU computes fast. The KV pool is
 # small, because SGLang would otherwise allocate most of the machine's memory for it.
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
@@ -53,17 +52,16 @@ def has_gpu() -> bool:
 def gpus(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the GPUs that a server may use, as CUDA_VISIBLE_DEVICES names them; empty if unknown.
 
-    `environ` has the variables of the job's `engine.env`, which the server gets in addition to those of this
-    process.
+    `environ` has the variables of the job's `engine.env`, which override those of this process.
     """
     visible = {**os.environ, **(environ or {})}.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
         if "-1" in names:
-            # CUDA stops at the first invalid name.
+            # CUDA ignores everything from the first invalid name on.
             names = names[: names.index("-1")]
         return names
-    # CUDA numbers the GPUs of a process from 0, whatever the numbers of their device files are.
+    # CUDA numbers the GPUs of a process from 0, regardless of the numbers of the device files.
     device_files = Path("/dev").glob("nvidia[0-9]*")
     return [str(number) for number, _ in enumerate(device_files)]
 
@@ -100,7 +98,7 @@ def card_name() -> str | None:
 
 
 def on_cpu(device: str) -> bool:
-    """Tell whether a job's `engine.device` means the CPU on this machine."""
+    """Tell whether `engine.device` of a job means the CPU on this machine."""
     return device == "cpu" or (device == "auto" and not has_gpu())
 
 
@@ -110,7 +108,8 @@ def program_environment(extra: Mapping[str, str], *, cpu: bool = False) -> dict[
     With `cpu` the variables that SGLang needs on a CPU are added too.
     """
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    # Without bytecode files, SGLang takes twice as long to start.
+    # This variable would keep Python from writing bytecode files, without which SGLang takes twice as long to
+    # start.
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
     return {**environ, **(cpu_environment(environ) if cpu else {}), **extra}
@@ -128,9 +127,9 @@ def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
 def server_args(args: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
     """Return the arguments of a server: the defaults of a run, and the job's `args`, which override them.
 
-    The schedule policy is `fcfs`, because rows are sent in the order in which they should be computed. `lpm`
-    would change the order while few requests wait. The HTTP log is off, because a line for each request would
-    hide the causes of failures.
+    The schedule policy is `fcfs`, because rows are sent in the order in which they should be computed; `lpm`
+    would change it while few requests wait. The HTTP log is off: with one line per request, it would hide the
+    causes of failures.
     """
     defaults: dict[str, Any] = {
         "enable-metrics": True,
@@ -150,7 +149,7 @@ def free_bytes() -> int:
 
 
 def oom_kills(root: Path = _MACHINE) -> int | None:
-    """Return the number of processes that the kernel has killed for lack of memory since boot.
+    """Return how many processes the kernel has killed since boot because memory ran out.
 
     Return None if it is unknown, as in Linux before 4.13. `root` is the directory that contains `proc`.
     """

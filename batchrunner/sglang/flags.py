@@ -8,21 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 HELP_TIMEOUT_S = 120.0
-"""Maximum seconds for `--help`, which imports torch. The import takes 6 s, and longer from a cold network
-disk."""
+"""Maximum seconds for `--help`, which imports torch: 6 s usually, and longer from a cold network disk."""
 CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
-"""Environment variable with the maximum number of tokens that SGLang reserves for a request's output
+"""Environment variable with the maximum number of output tokens that SGLang reserves for a request
 (schedule_policy.py)."""
 VARIABLES = frozenset({CLIP})
-"""Settings that tuning handles like flags, although they are environment variables of the server."""
+"""Environment variables of the server that tuning handles like flags."""
 MAX_BLANKS_FLAG = "constrained-json-max-whitespace-cnt"
-"""Flag for the maximum number of blanks between two tokens of JSON that follows a schema (xgrammar). Without
-the flag, there is no maximum."""
+"""Flag for the maximum number of blanks between two tokens of JSON that follows a schema (xgrammar). By
+default, there is no maximum."""
 MOST_BLANKS = 64
-"""Value of MAX_BLANKS_FLAG that a run sets by default: enough for a line end and 15 levels of indentation by
-four blanks."""
+"""Default value of MAX_BLANKS_FLAG in a run: enough for a line end and 15 levels of indentation by four
+blanks."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
-"""Note that is shown below advice if the flags of the server's version are unknown."""
+"""Note below advice for a server whose version of SGLang is unknown."""
 _SPELLINGS = (
     ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
     ("cuda-graph-backend-decode", "disable-cuda-graph"),
@@ -63,13 +62,13 @@ class Flags:
     def setting(self, name: str, value: Any) -> dict[str, Any]:
         """Translate a flag and its value for this version of SGLang; return them as in `engine.args`.
 
-        `name` is the flag's newest spelling; an older spelling may need another value. Return {} if the
-        version lacks the flag or does not allow the value.
+        `name` is the newest spelling; an older spelling may need another value. Return {} if the version
+        lacks the flag or does not allow the value.
         """
         spelling = name if name in VARIABLES else self.spelling(name)
         if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
             return {}
-        # Older spellings are switches: True sets a switch, and None leaves it out.
+        # The older spellings are switches: True sets a switch, and None leaves it out.
         if spelling == "enable-dp-attention":
             return {spelling: True, "dp-size": value}
         if spelling.startswith("enable-"):
@@ -85,11 +84,11 @@ def name_in(args: Mapping[str, Any], name: str) -> str:
 
 
 LARGEST = 1e15
-"""Upper bound of the numbers that are plausible as an argument, limit or memory of a server."""
+"""Maximum of a plausible number in an argument, limit or memory size of a server."""
 
 
 def number(value: Any) -> float | None:
-    """Return a number from another program as a float; None if it is not a number or absurdly large."""
+    """Return a number from another program as a float; None if it is not a number or implausibly large."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < LARGEST else None
 
@@ -97,7 +96,7 @@ def number(value: Any) -> float | None:
 def attention_ranks(arguments: Mapping[str, Any]) -> int:
     """Return the number of ranks among which DP attention divides the requests of a replica.
 
-    Without DP attention it is 1.
+    It is 1 without DP attention.
     """
     ranks = number(arguments.get("attn_dp_size")) or 1
     # Releases before --attn-dp-size have the number of ranks in --dp-size.
@@ -123,7 +122,7 @@ def numbers_in(env: Mapping[str, str]) -> dict[str, int]:
 
 
 def command_line(args: Mapping[str, Any]) -> str:
-    """Return flags and environment variables as they are typed in a shell, the variables first."""
+    """Return flags and environment variables as text for a shell, the variables first."""
     ordered = {**variables_in(args), **args}
     return " ".join(_option(name, value) for name, value in ordered.items())
 
@@ -158,7 +157,7 @@ def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def is_at_least(version: str | None, *least: int) -> bool:
-    """Tell whether a version of SGLang, such as "0.5.23", is known and at least `least`, such as 0, 5, 20."""
+    """Tell whether a version of SGLang, such as "0.5.23", is known and is at least `least`."""
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version or "")
     return numbers is not None and tuple(map(int, numbers.groups())) >= least
 
@@ -202,16 +201,15 @@ STATE_RATIO = 0.9
 """SGLang's default of `--mamba-full-memory-ratio`: memory of the state pool divided by memory of the KV
 pool."""
 _SLOTS = {"extra_buffer": 5, "extra_buffer_lazy": 4}
-"""Number of state slots that a running request takes, by `--mamba-radix-cache-strategy`. It is 3 with any
-other strategy, and 1 without a prefix cache (`_calculate_mamba_ratio` in SGLang's
-kv_cache_configurator.py)."""
+"""Number of state slots of a running request, by `--mamba-radix-cache-strategy`. It is 3 with any other
+strategy, and 1 without a prefix cache (`_calculate_mamba_ratio` in SGLang's kv_cache_configurator.py)."""
 
 
 def slots_per_request(arguments: Mapping[str, Any]) -> int:
     """Return the number of state slots that a running request takes, from a server's resolved arguments."""
     if arguments.get("disable_radix_cache"):
         return 1
-    # A strategy that _SLOTS does not list takes 3 slots.
+    # Any other strategy takes 3 slots.
     strategy = str(arguments.get("mamba_radix_cache_strategy"))
     slots = _SLOTS.get(strategy, 3)
     # Without the overlap schedule, this strategy needs one slot less.

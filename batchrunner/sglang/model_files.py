@@ -19,14 +19,14 @@ from batchrunner.sglang.flags import name_in
 log = logging.getLogger(__name__)
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-"""Keys of config.json for the number of experts in a layer. The values 0, 1 and null mean a dense model."""
+"""Keys of config.json with the number of experts in a layer. The values 0, 1 and null mean a dense model."""
 _LANGUAGE_SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")
-"""Keys of the sections of config.json in which a multimodal model describes its language model. A later key
-takes precedence, as in SGLang (`get_hf_text_config`)."""
+"""Keys of the sections of config.json in which a multimodal model describes its language model. If there are
+several, the last one here counts, as in SGLang (`get_hf_text_config`)."""
 
 
 def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config with the values of its language model at the top level."""
+    """Return a model's config with the values of its language model moved to the top level."""
     flat_config = dict(config)
     for name in _LANGUAGE_SECTIONS:
         section = config.get(name)
@@ -57,12 +57,12 @@ def has_latent_attention(config: Mapping[str, Any]) -> bool:
 
 
 def has_sparse_attention(config: Mapping[str, Any]) -> bool:
-    """Tell whether a model has sparse attention (DSA): an indexer selects the tokens that attention reads."""
+    """Tell whether a model has sparse attention (DSA), in which an indexer selects the tokens to read."""
     return _largest(config.get("index_topk")) > 0
 
 
 def _largest(value: Any) -> int:
-    """Return a count, or the largest of a list of counts; 0 for any other value."""
+    """Return a count, or the largest count in a list; 0 for any other value."""
     values = value if isinstance(value, list) else [value]
     return max((count for count in values if type(count) is int), default=0)
 
@@ -78,7 +78,7 @@ def _local(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None
-    # The name is too long, the user in `~user` does not exist, or the name has a null byte.
+    # The name is too long or has a null byte, or the user in `~user` does not exist.
     except (OSError, RuntimeError, ValueError):
         return None
 
@@ -86,7 +86,7 @@ def _local(model: str) -> Path | None:
 def model_directory(model: str, revision: str | None = None) -> Path:
     """Return the directory of a model's files, which may not exist yet.
 
-    For a name on the Hub, this is the revision's snapshot in huggingface_hub's cache (default: `main`).
+    For a name on the Hub, it is the snapshot of the revision (default: `main`) in huggingface_hub's cache.
     """
     if path := _local(model):
         return path
@@ -95,8 +95,8 @@ def model_directory(model: str, revision: str | None = None) -> Path:
     cache = Path(hub_cache or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
-    # In the Hub's cache, the file of a branch or tag holds its commit. The file is missing if the revision is
-    # itself a commit, or if the model is not in the cache.
+    # In the Hub's cache, a file for each branch or tag contains the commit. There is no such file if the
+    # revision is itself a commit, or if the model is not in the cache.
     with contextlib.suppress(OSError, ValueError):
         commit = (repository / "refs" / commit).read_text(encoding="utf-8").strip()
     return repository / "snapshots" / commit
@@ -105,7 +105,7 @@ def model_directory(model: str, revision: str | None = None) -> Path:
 def check_model(model: str) -> None:
     """Raise EngineStartError for a missing model directory, or for a directory without a model."""
     path = Path(model).expanduser()
-    # `OWNER/NAME` is a name on the Hub, unless there is a directory `OWNER`.
+    # `OWNER/NAME` is a name on the Hub, unless there is a directory `OWNER` here.
     looks_like_path = not is_hub_name(model) or ("/" in model and path.parent.is_dir())
     if looks_like_path and not path.exists():
         raise EngineStartError(
@@ -119,22 +119,22 @@ def check_model(model: str) -> None:
 _LEADS_ELSEWHERE = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
 )
-"""Matches environment variables that can make the server find its model where this process does not look."""
+"""Matches environment variables that may make the server look for its model elsewhere than this process
+does."""
 HUB_TIMEOUT_S = 10.0
 """Maximum seconds for a request to the Hub."""
 HUB_TRIES = 3
-"""Maximum number of attempts to reach the Hub. There is more than one attempt, because a machine that has
-just started may have no network yet."""
+"""Maximum number of attempts to reach the Hub: a machine that has just started may have no network yet."""
 
 
 def check_on_hub(spec: ServerEngine) -> None:
     """Raise EngineStartError for a model that is neither on this machine nor on the Hub.
 
     Without this check, SGLang would try for a minute, and then show three errors. Nothing is raised if the
-    server's variables or arguments may lead it to another place, or if the Hub's answer is unexpected.
+    server may look for its model elsewhere, or if the Hub's answer is unexpected.
     """
     model, revision = spec.model, spec.args.get("revision")
-    # A quantization (`:Q4_K_M`) or a file may follow `OWNER/NAME`, and is cut off here.
+    # `OWNER/NAME` may be followed by a quantization (`:Q4_K_M`) or a file, which is cut off here.
     repository = "/".join(model.partition(":")[0].split("/")[:2])
     is_here = _local(model) or model_directory(repository, revision).exists()
     if is_here or _looks_elsewhere(spec) or not find_spec("huggingface_hub"):
@@ -176,7 +176,7 @@ def check_on_hub(spec: ServerEngine) -> None:
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
     """Tell whether a server may find its model in a place that this process does not know."""
-    # The files are copied from a local directory, and the copying code reports missing files.
+    # The files are then copied from a local directory. The copying code reports missing files itself.
     if spec.cache_dir is not None:
         return True
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
@@ -186,14 +186,14 @@ def _looks_elsewhere(spec: ServerEngine) -> bool:
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """Return a model's config.json, with its language model's values at the top level.
 
-    A multimodal model describes its language model in a section such as `text_config`, whose values take
-    precedence, as in SGLang. Return {} if the file is not on this machine.
+    A multimodal model describes its language model in a section such as `text_config`. The values of that
+    section take precedence, as in SGLang. Return {} if the file is not on this machine.
     """
     return language_part(read_json(model_directory(model, revision) / "config.json"))
 
 
 def takes_mean(model: str) -> bool:
-    """Tell whether a model's vector is the mean over all tokens, by its sentence-transformers files.
+    """Tell from a model's sentence-transformers files whether its vector is the mean over all tokens.
 
     Return False if these files are not on this machine.
     """
@@ -216,7 +216,7 @@ def class_names(model: str) -> tuple[str, ...]:
 
 
 def _attention_layers(config: Mapping[str, Any]) -> Any:
-    """Return the number of layers with a KV cache. In a hybrid model, layers that keep a state have none.
+    """Return the number of layers with a KV cache; in a hybrid model, not all layers have one.
 
     Different models describe their layers under different keys of config.json.
     """
@@ -249,12 +249,12 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 STATIC_SHARE = 0.83
-"""Assumed fraction of a GPU's memory for weights and KV pool, if the job does not set `mem-fraction-static`.
-SGLang 0.5.23 uses this value on an H100. The rest of the memory is for activations and CUDA graphs."""
+"""Fraction of a GPU's memory for weights and KV pool, if the job does not set `mem-fraction-static`. SGLang
+0.5.23 uses this value on an H100. The rest of the memory is for activations and CUDA graphs."""
 
 
 def with_tp(spec: ServerEngine) -> ServerEngine:
-    """Return the engine with the argument `tp-size` in place of its field `tp`."""
+    """Return the engine with its field `tp` moved to the argument `tp-size`."""
     args = {**spec.args, "tp-size": spec.tp} if spec.tp else spec.args
     return spec.model_copy(update={"tp": None, "args": args})
 
@@ -276,7 +276,7 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
     total: float | None = read_json(directory / INDEX).get("metadata", {}).get("total_size")
     if not isinstance(total, (int, float)) or total <= 0:
         total = None
-        # A directory may have the weights in several formats, of which only the first counts.
+        # A directory may have the weights in several formats. Only the first one that is found counts.
         for pattern in _WEIGHTS:
             files_bytes = sum(file.stat().st_size for file in directory.glob(pattern))
             if files_bytes:
@@ -290,6 +290,6 @@ def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
 
 
 def _number(args: Mapping[str, Any], name: str) -> int:
-    """Return the value of an argument under any of its names; 0 if it is not an integer."""
+    """Return the value of an integer argument under any of its names; 0 if there is none."""
     value = args.get(name_in(args, name))
     return value if isinstance(value, int) else 0

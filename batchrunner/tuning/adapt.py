@@ -1,6 +1,6 @@
-"""Choose the steps of flag tuning during a run, by the rules of advice, and compute their gains.
+"""Chooses which flags to try during a run, by the rules of advice, and computes the gains. No I/O.
 
-A step is a change of flags with which one server of the run is restarted. The module does no I/O.
+A step is a change of flags with which one server of the run is restarted.
 """
 
 import math
@@ -15,13 +15,12 @@ from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.situation import Situation
 
 EXPECTED = 0.05
-"""Expected relative gain of one doubling, for a step that no run with this model, machine and kind of job has
-measured. What is doubled is the flag, or the running requests or speed that the advice predicts. So a step
-from 4 to 64 running requests promises more than a step from 4 to 8."""
+"""Expected relative gain of doubling a flag, if no earlier run has measured it. So a change from 4 to 64
+running requests promises more than one from 4 to 8."""
 RESERVATION_FLAG = "schedule-conservativeness"
 """Flag that sets how much of the KV pool the scheduler reserves for outputs. It is lowered together with a
-rise of `max_running_requests` or of the state pool. While one of these limits is the bottleneck, load samples
-cannot show that the reservation for outputs is the next bottleneck."""
+rise of `max_running_requests` or of the state pool, because it would be the next bottleneck. Load samples
+cannot show that in advance."""
 WIDER = ("running-capped", "states-full")
 """Rules of advice whose changes let more requests run."""
 ADAPTING_RULES = frozenset({
@@ -35,11 +34,11 @@ class Step(NamedTuple):
     """A change of flags or variables."""
 
     name: str
-    """Key of the step: the rules that call for it, each with the old values of its flags."""
+    """Name of the step: the rules that call for it, each with the old values of its flags."""
     args: Mapping[str, Any]
     """New values of the flags and variables."""
     why: str
-    """Signs of the load that call for the step, in words."""
+    """Observations about the load that call for the step, in words."""
 
 
 def _doublings(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
@@ -63,7 +62,7 @@ def steps_for(
 ) -> list[tuple[Step, float]]:
     """Return the steps that advice calls for, with their expected gains.
 
-    The first step combines all the other steps, which follow one by one. `gains` holds the measured gains of
+    The first step combines all the others, which follow one by one. `gains` holds the measured gains of
     earlier steps, by name. A step that made the server slower is not proposed again. `may_change` tells
     whether a flag may be changed; the job's own flags may not.
     """
@@ -71,7 +70,7 @@ def steps_for(
     steps: list[tuple[Step, float]] = []
     for advice in apply_all(situation, flags):
         args = {**advice.args, **advice.env}
-        # If more requests may run, the memory that is reserved for outputs would be the next limit.
+        # If more requests may run, the memory reserved for outputs would be the next limit.
         if args and advice.rule in WIDER and may_change(RESERVATION_FLAG) and _reserves_too_much(situation):
             args |= next_setting("held", RESERVATION_FLAG, situation.server, flags)
         if advice.rule not in ADAPTING_RULES or not args or not all(map(may_change, args)):
@@ -83,7 +82,7 @@ def steps_for(
         would_run = advice.evidence.get("would_run")
         if would_run:
             doublings = max(doublings, math.log2(would_run / situation.server.running))
-        # A predicted speedup says more about the gain than the size of the change.
+        # A predicted speedup tells more than the size of the change.
         if speedup := advice.evidence.get("speedup"):
             doublings = math.log2(speedup)
         gain = gains.get(name, EXPECTED * doublings)
@@ -108,9 +107,9 @@ def gain_over_others(ratios: Sequence[float], ratios_of_others: Sequence[Sequenc
     """Return a server's gain from a step relative to the other servers, which kept their flags.
 
     There are two rates: output tokens/s and all tokens/s. A ratio is a rate after the step, divided by the
-    same rate before it. The server's ratios are divided by the mean ratios of the other servers (1 if there
-    are none), because rows may get longer or shorter for all servers. The result is the smaller gain of the
-    two rates, or 0 if one rate rose and the other fell.
+    rate before it. Rows may get longer or shorter on all servers, so the server's ratios are compared with
+    the mean ratios of the other servers (1 if there are none). The result is the smaller gain of the two
+    rates, or 0 if one rate rose and the other fell.
     """
     mean_of_others = [fmean(others) for others in zip(*ratios_of_others, strict=True)] or [1.0] * len(ratios)
     gains = [ratio / others - 1 for ratio, others in zip(ratios, mean_of_others, strict=True)]

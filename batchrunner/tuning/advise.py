@@ -1,4 +1,4 @@
-"""The advice on a server's situation, as `batchrun advise` and a run's page show it."""
+"""The advice on a server's flags, as `batchrun advise` and a run's page show it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,15 @@ from batchrunner.tuning.signals import GUIDES, has_enough, share, span_in_words
 from batchrunner.tuning.situation import Situation
 
 READING_SIGNS = ("empty", "in_band", "deep", "conservative", "full", "no_graph")
-"""Load signs for which `--json` shows the share of the samples."""
+"""Observations about the load for which `--json` shows the fraction of the samples that show them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdviceReport:
-    """A server's situation and the advice that follows from it."""
+    """The load and setup of a server, and the advice that follows from them."""
 
     source: str
-    """Path or URL from which the situation was read."""
+    """Path or URL from which the load was read."""
     situation: Situation
     advice: list[Advice]
     flags: Flags
@@ -30,7 +30,7 @@ class AdviceReport:
 
     @property
     def healthy(self) -> bool:
-        """Whether there are enough load samples, and no advice other than options."""
+        """Whether there are enough load samples, and all advice is optional."""
         needs_change = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
         return self.situation.is_judged and has_enough(self.situation.load) and not needs_change
 
@@ -63,7 +63,7 @@ class AdviceReport:
         }
 
     def reading(self) -> str:
-        """Describe the load samples; if they are too few, say how many advice needs."""
+        """Describe the load samples; if there are too few, say how many are needed."""
         load, client = self.situation.load, self.situation.client
         if self.situation.facts.mute:
             return "the server does not report its load (no path /v1/loads)"

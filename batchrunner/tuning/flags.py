@@ -1,8 +1,9 @@
-"""The table of SGLang's flags: for each flag the signs that call for a change, the next values, and the cost.
+"""The table of SGLang's flags: when to change each flag, to which values, and at what cost.
 
 A sign is an observation, for example that requests wait although the KV pool has room. Advice names the next
-value of a flag whose sign a server shows. `batchrun tune` measures the values. Recovery from a death takes
-the values for the sign `oom`, out of memory. A variable of the server's environment counts as a flag.
+value of a flag if the server shows the flag's sign. `batchrun tune` measures the values. Recovery from a
+death takes the values for the sign `oom`, out of memory. An environment variable of the server counts as a
+flag.
 """
 
 import math
@@ -26,7 +27,7 @@ OF_DECODING = frozenset({
     "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
     "large-pages", "small-model", "wide-numbers",
 })  # fmt: skip
-"""Names of signs (observations about a server) that only a server whose requests decode can show."""
+"""Names of observations (signs) that only a server with decoding requests can show."""
 
 
 class MemoryBand(NamedTuple):
@@ -39,7 +40,7 @@ class MemoryBand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server whose flags may change: facts from its log and arguments, and mean values of its load."""
+    """A server whose flags may change: its facts, from its log and arguments, and its mean load."""
 
     facts: Facts
     running: float = 0.0
@@ -67,7 +68,7 @@ class Server:
     """Log line that names the cause of the server's death; empty if the server did not die."""
 
     def now(self, flag: str) -> float | None:
-        """Return the value that a flag has on this server; see `in_effect`."""
+        """Return the value of a flag on this server, in the unit of the command line; None if unknown."""
         return in_effect(self.facts, flag)
 
     @property
@@ -121,20 +122,19 @@ DP_ATTENTION_CONSERVATIVENESS = 0.3
 _DIVIDED = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
 """Flags whose values DP attention divides by the number of its ranks. Each rank logs its own share."""
 _TOTALS = {"max-running-requests", "max-mamba-cache-size"}
-"""Flags of `_DIVIDED` for which the logged server arguments have the total of all ranks, not one rank's
-share."""
+"""Flags of `_DIVIDED` that the server's logged arguments give as a total over all ranks."""
 _AT_READY = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",
     "max-total-tokens": "max_total_num_tokens",
     "context-length": "context_len",
 }
-"""Flags whose value in effect the scheduler logs just before it accepts requests. Each flag maps to its name
-in that log line."""
+"""Flags whose effective value the scheduler logs just before it accepts requests, each with its name in that
+log line."""
 
 
 def in_effect(facts: Facts, flag: str) -> float | None:
-    """Return the value of a flag that the server uses, in the unit of the command line; None if unknown.
+    """Return the value of a flag that the server really uses, as on the command line; None if unknown.
 
     SGLang may choose another value than the command line has. With DP attention, it logs the value of one
     rank, while the flag on the command line has the total of all ranks.
@@ -148,7 +148,7 @@ def in_effect(facts: Facts, flag: str) -> float | None:
         if argument is None:
             return None
         if flag in _TOTALS:
-            # The argument of such a flag already is the total of all ranks.
+            # This argument already is the total of all ranks.
             return int(argument)
         rank_value = argument
     value = as_flag(facts, flag, rank_value)
@@ -182,14 +182,13 @@ LEAST_CONSERVATIVE = 0.1
 MORE_CONSERVATIVE = 1.3
 """`--schedule-conservativeness` that SGLang's tuning guides advise against frequent retractions."""
 MOST_CONSERVATIVE = 1 / 0.7
-"""From this `--schedule-conservativeness` on, a scheduler reserves memory for all of `max_new_tokens`,
-because it reserves the fraction min(0.7 x conservativeness, 1)."""
+"""`--schedule-conservativeness` at which a scheduler reserves memory for all of `max_new_tokens`. It reserves
+the fraction min(0.7 x conservativeness, 1)."""
 MOST_CLIP = 4096
 """SGLang's default clip for reserved output: it reserves memory for at most this many tokens of each
 output."""
 SHORTER = 0.9
-"""SGLang's clip for reserved output tokens is lowered only to less than this fraction of its present
-value."""
+"""SGLang's clip for reserved output tokens is lowered only if it falls below this fraction of its value."""
 FEWER = 0.9
 """If the KV pool is too small, `--max-running-requests` falls to this fraction of the running requests."""
 MOST_RUNNING = 4096
@@ -199,7 +198,7 @@ MOST_RAISE = 32
 LEAST_RUNNING = 4
 """Minimum `--max-running-requests` that is tried."""
 MOST_TIMES = 8
-"""Factor of the second larger prefill chunk, which is tried if twice the present size shows no gain."""
+"""Factor of the second larger prefill chunk. It is tried if doubling the chunk gave no gain."""
 CHUNKS = (4096, 2048)
 """The two steps down of `--chunked-prefill-size`, in tokens, in SGLang's tuning guides."""
 LARGEST_CHUNK = 16_384
@@ -212,30 +211,31 @@ FRACTION_STEP = 0.01
 HIGHEST_FRACTION = 0.95
 """Maximum `--mem-fraction-static` that is tried."""
 ROOM_STEP = 0.05
-"""Step by which `--mem-fraction-static` rises if the weights leave no room for a KV pool."""
+"""If the weights leave no room for a KV pool, `--mem-fraction-static` rises by this step."""
 MOST_POOL = 8
 """Maximum factor by which the KV pool of a server on a CPU grows at once."""
 LARGER_POOL = 1.1
 """A pool is enlarged only if it grows by at least this factor."""
 MOST_STATES = 0.9
-"""Maximum fraction of the memory of KV pool and state pool that a hybrid model's state pool gets."""
+"""Maximum size of a hybrid model's state pool, as a fraction of the memory of state pool and KV pool."""
 STATE_STRATEGY = "mamba-radix-cache-strategy"
 LAZY_SLOTS = 4
 """Number of state slots that a request takes with the strategy `extra_buffer_lazy`."""
 GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
 """Values of `--cuda-graph-max-bs-decode`, in requests, that are tried."""
 GRAPH = 64
-"""First value to try for the largest batch with a CUDA graph, in requests, if the present one is unknown."""
+"""First value to try for the largest batch with a CUDA graph, in requests, if its present value is unknown.
+"""
 LEAST_GRAPH = 16
-"""Lower limit, in requests, for the tried values of the largest batch with a CUDA graph. An error message of
-SGLang proposes the value."""
+"""Minimum value to try for the largest batch with a CUDA graph, in requests. An error message of SGLang
+proposes it."""
 NGRAM = "speculative-algorithm"
 """Flag that turns on n-gram speculation (value NGRAM)."""
 CORPUS_FLAG = "speculative-ngram-external-sam-budget"
 """Flag for the number of drafted tokens that come from an external corpus."""
 LEAST_SPEEDUP = 1.3
-"""N-gram speculation is worth a trial if the output rate would rise by at least this factor. The prediction
-leaves out the time that SGLang takes on the CPU to look up drafts."""
+"""N-gram speculation is tried if the output rate should rise by at least this factor. The prediction leaves
+out the CPU time in which SGLang looks up drafts."""
 BYTES_OF_16_BITS = 2
 """Number of bytes of a number in the KV cache of an unquantised model."""
 TOKENIZERS = 4
@@ -257,8 +257,8 @@ _BACKENDS: Mapping[Architecture, tuple[str, str]] = {
     "ada": ("flashinfer", "triton"),
     "ampere": ("flashinfer", "triton"),
 }
-"""For each generation of GPUs, the attention backend of SGLang's tuning guides, then one to compare it
-with."""
+"""For each generation of GPUs, the attention backend that SGLang's tuning guides advise, and one to compare
+it with."""
 _CHOSEN_FOR = (
     "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
     "Inkling", "MiniCPM", "Llama4",
@@ -273,8 +273,8 @@ NextValues = Callable[[Server], Sequence[Any]]
 def _bolder(server: Server) -> list[float]:
     """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests.
 
-    The first is the value of SGLang's tuning guides, or a lower value if the flag has that value already. The
-    second is SGLang's default, which is lower only if the flag is above the default.
+    The first is the value of SGLang's tuning guides, or a lower one if the flag is there already. The second
+    is SGLang's default, if the flag is above it.
     """
     name = "schedule-conservativeness"
     present = server.now(name) or NORMAL
@@ -292,7 +292,7 @@ def _calmer(server: Server) -> list[float]:
 
 
 def _clip(server: Server) -> list[int]:
-    """Return the longest output as SGLang's clip for reserved output tokens, if it is clearly lower."""
+    """Return the longest output as the new clip for reserved output tokens, if it is clearly lower."""
     longest = server.longest_output or MOST_CLIP
     return [longest] if longest < SHORTER * (server.now(CLIP) or MOST_CLIP) else []
 
@@ -321,9 +321,8 @@ def _half_pool(server: Server) -> list[int]:
 def _good_fraction(server: Server) -> list[float]:
     """Return the `--mem-fraction-static` that leaves as much memory free as SGLang's tuning guides advise.
 
-    The fraction has room for at least the weights and a useful KV pool. If too much memory is free, the
-    fraction must exceed the present one; if too little is free, it must be lower. Otherwise the list is
-    empty.
+    It also leaves room for the weights and a useful KV pool. The list is empty if this value would move the
+    flag in the wrong direction.
     """
     present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
     if present is None or spare_gb is None or not card:
@@ -331,23 +330,22 @@ def _good_fraction(server: Server) -> list[float]:
     # Free memory beyond the amount that SGLang's guides advise.
     surplus_gb = spare_gb - server.band.good
     is_raise = surplus_gb > 0
-    # The steps are rounded down, so that at least the advised memory stays free. They are negative if too
-    # little memory is free.
+    # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
     steps = math.floor(surplus_gb / card / FRACTION_STEP)
     if is_raise:
         # Callers ask for a larger fraction only if far more memory is free than advised, so one step is safe.
         steps = max(1, steps)
     least = math.ceil(least_fraction(server.facts) / FRACTION_STEP) * FRACTION_STEP
     target = round(min(HIGHEST_FRACTION, max(least, present + steps * FRACTION_STEP)), 3)
-    # The minimum or the maximum may have moved the target to the other side of the present value.
+    # The bounds may have moved the target to the other side of the present value.
     moves_the_right_way = target > present if is_raise else target < present
     return [target] if moves_the_right_way else []
 
 
 def _higher_fraction(server: Server) -> list[float]:
-    """Return the fraction of `_good_fraction`, then the present one plus a small step.
+    """Return two higher values of `--mem-fraction-static`: that of `_good_fraction`, and one small step up.
 
-    The values are for trials, whose server may die. So they need only half of the minimum free memory in
+    They are for trials, in which a server may die. So they need only half of the minimum free memory in
     SGLang's tuning guides (2.5 of 5 GB). Servers on an H200 took 2.0 to 2.5 GB more once they were ready
     (docs/benchmarks.md).
     """
@@ -404,16 +402,16 @@ def _smaller_chunk(server: Server) -> list[int]:
 def _more_running(server: Server) -> list[int]:
     """Return higher values of `--max-running-requests`, so that the KV pool becomes the limit.
 
-    The first value is the number of requests that the pool holds, rounded up to a power of two. The second is
-    the geometric mean of the first and the present value. If memory already allows fewer requests than the
-    flag, return nothing, because a higher value would have no effect.
+    The first value is the number of requests that fit in the pool, rounded up to a power of two. The second
+    is the geometric mean of the first and the present value. If memory already sets a lower limit than the
+    flag, there is no value, because it would have no effect.
     """
     if server.facts.ready and server.facts.ready.memory_caps_running:
         return []
     name = "max-running-requests"
     present = int(server.now(name) or 0)
-    # Running requests fill the fraction `usage` of the pool, so running / usage requests fit. The usage is
-    # taken as at least 1 / MOST_RAISE, because a nearly empty pool would promise any number.
+    # The running requests fill the fraction `usage` of the pool, so running / usage requests fit. A lower
+    # bound of the usage prevents huge values.
     fitting = as_flag(server.facts, name, max(server.running, 1) / max(server.usage, 1 / MOST_RAISE))
     power_of_two = 2 ** math.ceil(math.log2(fitting))
     target = min(power_of_two, MOST_RAISE * present, max(MOST_RUNNING, present))
@@ -424,18 +422,18 @@ def _more_running(server: Server) -> list[int]:
 def _fewer_running(server: Server) -> list[int]:
     """Return three quarters of the requests that ran, or of `--max-running-requests` if that is lower."""
     limits = (int(server.now("max-running-requests") or 0), int(_running(server)))
-    # The filter drops zeros, because 0 means that a limit is unknown.
+    # 0 means that a limit is unknown, so zeros are dropped.
     lower = 3 * min((limit for limit in limits if limit), default=0) // 4
     return [lower] if lower >= LEAST_RUNNING else []
 
 
 def _running(server: Server) -> float:
-    """Return the number of running requests of all ranks, as `--max-running-requests` counts them."""
+    """Return the number of running requests over all ranks, as `--max-running-requests` counts them."""
     return as_flag(server.facts, "max-running-requests", server.running)
 
 
 def _fewer_retracted(server: Server) -> list[int]:
-    """Return a lower `--max-running-requests`, if the scheduler reserves all of `max_new_tokens` already."""
+    """Return a lower `--max-running-requests`, if all of `max_new_tokens` is already reserved."""
     fewer = int(FEWER * _running(server))
     return [fewer] if fewer and not _calmer(server) else []
 
@@ -456,9 +454,9 @@ def _smaller_graphs(server: Server) -> list[int]:
 def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     """Return the number of state slots at which state pool and KV pool hold equally many requests.
 
-    A running request takes `per_request` slots, each `size` times as large as a present slot. It also takes
-    tokens of the KV pool, whose token usage may rise to `GUIDES.usage_good`. The memory of both pools
-    together stays the same. Return 0 if too little is known.
+    A running request takes `per_request` slots, each `size` times as large as a slot is now. The token usage
+    of the KV pool may rise to `GUIDES.usage_good`. The memory of both pools together stays the same. Return 0
+    if too little is known.
     """
     pool, share = server.facts.states, server.facts.state_share
     if pool is None or not share or server.running < 1:
@@ -475,11 +473,11 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
 def state_args(
     server: Server, per_request: int, size: float = 1.0, *, without_cache: bool = False
 ) -> dict[str, Any]:
-    """Return the flag that gives the state pool the number of `state_slots`; empty if too little is known.
+    """Return the flag that sets the state pool to `state_slots`; empty if too little is known.
 
-    The flag is `--max-mamba-cache-size` if the arguments set the number of slots, else
-    `--mamba-full-memory-ratio`. `without_cache` tells whether the same change switches off the prefix
-    cache. Then `--max-running-requests` also sets the number of slots.
+    The flag is `--max-mamba-cache-size` if the server's arguments set the number of slots, else
+    `--mamba-full-memory-ratio`. `without_cache` says that the same change switches the prefix cache off.
+    SGLang then takes the number of slots from `--max-running-requests` too.
     """
     slots, pool = state_slots(server, per_request, size), server.facts.states
     if not slots or pool is None:
@@ -495,15 +493,15 @@ def state_args(
 
 
 def _state_pool(flag: str, *, grows: bool) -> NextValues:
-    """Return the function for the next value of a flag that enlarges (`grows`) or shrinks the state pool."""
+    """Return a function for the next value of a flag that enlarges (`grows`) or shrinks the state pool."""
 
     def values(server: Server) -> list[Any]:
-        """Return the value for as many slots as `state_slots` finds best; empty if it hardly changes."""
+        """Return the value for the best number of state slots; empty if the pool would hardly change."""
         pool = server.facts.states
         if pool is None:
             return []
         slots = state_slots(server, pool.per_request)
-        # A small change of the pool would not be worth a restart. `slots` is 0 if too little is known.
+        # A small change would not be worth a restart. `slots` is 0 if too little is known.
         if grows and slots < LARGER_POOL * pool.slots:
             return []
         if not grows and not 0 < slots * LARGER_POOL <= pool.slots:
@@ -531,7 +529,7 @@ def _twice_slots(server: Server) -> list[int]:
 def _lazy_states(server: Server) -> list[str]:
     """Return the strategy of a hybrid model's state pool that takes fewer slots per request.
 
-    Like the present strategy, it caches prefixes and lets SGLang prepare a pass during the previous pass.
+    Like the present strategy, it caches prefixes, and lets SGLang prepare a pass while the previous one runs.
     """
     strategy, pool = server.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), server.facts.states
     saves_slots = pool is not None and strategy == "extra_buffer" and pool.per_request > LAZY_SLOTS
@@ -541,8 +539,8 @@ def _lazy_states(server: Server) -> list[str]:
 def _cache_off(server: Server) -> list[bool]:
     """Propose `--disable-radix-cache` if prompts are known to share no prefixes.
 
-    Without the cache, running requests of a hybrid model get the state slots that cached prefixes occupied.
-    A server that uses one slot per request runs without the cache already, so there is nothing to propose.
+    Without the cache, a hybrid model's running requests get the state slots that cached prefixes took. A
+    server with one slot per request already runs without the cache, so nothing is proposed.
     """
     if server.shared is None or server.shared >= GUIDES.shared:
         return []
@@ -567,10 +565,10 @@ def slots_after(args: Mapping[str, Any], per_request: int) -> int:
 
 
 def beside(name: str, value: Any, server: Server) -> dict[str, Any]:
-    """Return the flags that must change together with a flag; empty if no other flag must change.
+    """Return the other flags that must change if the flag `name` changes.
 
     With n-gram speculation (NGRAM), these flags limit the running requests and set the budget for a corpus.
-    If a flag changes the size or number of a hybrid model's states, its state pool is resized to match.
+    If a flag changes the size or number of a hybrid model's states, the size of the state pool follows.
     """
     if name == NGRAM:
         return _with_ngrams(server)
@@ -612,9 +610,9 @@ def _other_backends(server: Server) -> list[str]:
 def _interval(server: Server) -> list[int]:
     """Return the best number of decode steps between two prefill passes.
 
-    A pass is assumed to take as long as a decode step. With n steps between passes, the slot of a finished
-    request stays empty for n / 2 steps on average, in addition to the `output_tokens` steps of a request. In
-    return, there are fewer prefill passes. The best number makes both costs equal.
+    A prefill pass is assumed to take as long as a decode step. With more steps between passes, there are
+    fewer passes, but a finished request leaves its slot empty for longer (half of the interval on average).
+    The best number makes both costs equal.
     """
     return [] if server.now("prefill-decode-interval") else [round(math.sqrt(2 * server.output_tokens))]
 
@@ -630,18 +628,18 @@ def _at_least(flag: str, least: int) -> NextValues:
 
 
 def _for_media(flag: str, least: int) -> NextValues:
-    """Return the same values as `_at_least`, but only for prompts with images, sounds or videos."""
+    """Do the same as `_at_least`, but only for prompts with images, sounds or videos."""
     return lambda server: _at_least(flag, least)(server) if server.media else []
 
 
 def _language_alone(server: Server) -> list[bool]:
-    """Return the change that leaves out an unused encoder of images, sounds or videos."""
+    """Propose to leave out the encoder of images, sounds or videos, if the job has no such inputs."""
     is_unused = server.media is False and server.facts.model in _LANGUAGE_ALONE
     return [True] if is_unused and not server.facts.arguments.get("language_model_only") else []
 
 
 def _adaptive(server: Server) -> list[bool]:
-    """Return `--speculative-adaptive` true if SGLang supports it (`adaptive_unsupported_reason` there)."""
+    """Propose `--speculative-adaptive`, if SGLang supports it (see its `adaptive_unsupported_reason`)."""
     arguments = server.facts.arguments
     is_eagle = arguments.get("speculative_algorithm") in {"EAGLE", "EAGLE3"}
     has_one_guess = arguments.get("speculative_eagle_topk") in {None, 1}
@@ -654,11 +652,11 @@ def _other_layouts(server: Server) -> list[int]:
     facts, sizes = server.facts, []
     if facts.attn_dp != 1:
         return []
-    # With half as many GPUs, each of them holds twice its present share of the weights.
+    # With half as many GPUs, each holds twice its present share of the weights.
     more_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
     if facts.tp > 1 and least_fraction(facts) + more_weights < HIGHEST_FRACTION:
         sizes.append(facts.tp // 2)
-    # A replica of twice the size takes as many further GPUs as it has now.
+    # A replica of twice the size needs as many idle GPUs as it has now.
     if facts.idle_gpus >= facts.gpus:
         sizes.append(2 * facts.tp)
     # If the number of heads is unknown, it is assumed to be divisible by any power of two.
@@ -667,10 +665,10 @@ def _other_layouts(server: Server) -> list[int]:
 
 
 def _ngrams(server: Server) -> list[str]:
-    """Return NGRAM if it promises a clear gain, and this server can use it without a change of answers.
+    """Propose n-gram speculation (NGRAM) if it should gain clearly, and would not change the answers.
 
-    With NGRAM, SGLang refuses DP attention, and most attention backends with pages of several tokens. On GPUs
-    of other makers than NVIDIA, NGRAM decodes greedily, whatever the temperature. For a mixture of experts
+    With NGRAM, SGLang refuses DP attention, and most attention backends with KV pages of several tokens. On
+    GPUs of makers other than NVIDIA, it decodes greedily, whatever the temperature. For a mixture of experts
     the gain is unknown, because more checked tokens read more experts.
     """
     facts, arguments = server.facts, server.facts.arguments
@@ -683,20 +681,21 @@ def _ngrams(server: Server) -> list[str]:
 
 
 def takes_corpus(arguments: Mapping[str, Any]) -> bool:
-    """Tell whether a corpus may be loaded; `arguments` are the server's, with underscores in their names.
+    """Tell whether a server may load a corpus for n-gram speculation.
 
-    Each rank of tensor parallelism loads the corpus in a thread of its own. Until all have loaded it, their
-    drafts differ, and nothing in SGLang 0.5.23 makes them equal, so answers could become wrong.
+    `arguments` are the server's, with underscores in their names. With tensor parallelism, each rank loads
+    the corpus in a thread of its own. Until all have loaded it, their drafts differ. Nothing in SGLang 0.5.23
+    makes them equal, so answers could become wrong.
     """
     return all((number(arguments.get(name)) or 1) == 1 for name in ("tp_size", "pp_size"))
 
 
 def _with_ngrams(server: Server) -> dict[str, Any]:
-    """Return the flags to set together with NGRAM: a limit on running requests, and a budget for a corpus.
+    """Return flags to set with NGRAM: a limit of running requests, and a budget for a corpus.
 
     The limit has room for the requests that run now. Without it, SGLang would run at most 48 requests.
     """
-    # The smallest power of two that is large enough for the running requests.
+    # The smallest power of two that has room for the running requests.
     room = 2 ** math.ceil(math.log2(max(server.running, 1)))
     # A present limit is not raised.
     most = server.now("max-running-requests")
@@ -705,24 +704,24 @@ def _with_ngrams(server: Server) -> dict[str, Any]:
 
 
 def _experts_whole(server: Server) -> list[int]:
-    """Return the expert parallelism at which each GPU holds whole experts, if experts are split now."""
+    """Propose the expert parallelism at which each GPU holds whole experts, if they are split now."""
     is_split = server.facts.is_moe and server.facts.tp > 1 and (server.now("ep-size") or 1) <= 1
     return [server.facts.tp] if is_split else []
 
 
 def _kv_once(server: Server) -> list[int]:
-    """Return the DP attention at which the GPUs no longer hold copies of the same KV cache."""
+    """Propose the DP attention at which GPUs no longer hold copies of the same KV cache."""
     has_copies = server.facts.is_mla and server.facts.tp > 1 and server.facts.attn_dp <= 1
     return [server.facts.tp] if has_copies else []
 
 
 class Move(NamedTuple):
-    """A change of a flag for one sign: an observation about the server that calls for the change."""
+    """How to change a flag after one kind of observation (sign)."""
 
     values: NextValues
-    """Returns the values to take, in order; empty if no value remains or too little is known."""
+    """Returns the values to try, in order; empty if no value remains or too little is known."""
     rule: str
-    """The move in words, for the docs: direction and new values."""
+    """The change in words, for the docs: direction and new values."""
     source: str
     """Source of the rule: SGLang itself, or one of its tuning guides. G1 is the newest guide, G2 SGLang's own
     of 2025, G3 the oldest, and G4 is in Chinese."""
@@ -737,7 +736,7 @@ NEEDS: Mapping[Need, Callable[[Facts], bool]] = {
     "a CPU": lambda facts: facts.on_cpu,
     "FP8": lambda facts: facts.architecture in FP8 and not facts.on_cpu,
 }
-"""For each need of a flag, the test of whether a server meets it."""
+"""For each kind of hardware that a flag may need, the test of whether a server has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -756,22 +755,22 @@ class Flag:
     schedules: bool = False
     """Whether the flag changes only the order and the batches in which rows are computed."""
     small_steps: bool = False
-    """Whether one step of the flag gains less than the noise of measured times."""
+    """Whether one step of the flag gains less than measured times vary by chance."""
     changes_answers: bool = False
     """Whether the model's answers change with the flag."""
 
     def fits(self, sign: str, server: Server) -> bool:
-        """Return whether a change of this flag may cure `sign` on this server.
+        """Return whether a change of this flag may help a server that shows `sign`.
 
-        The server must meet the flag's needs. A server without generated tokens cannot show the signs in
-        OF_DECODING.
+        The server must have the hardware that the flag needs. If its requests do not decode, it cannot show
+        the signs in OF_DECODING.
         """
         has_needs = self.needs is None or NEEDS[self.needs](server.facts)
         can_show_sign = server.decodes or sign not in OF_DECODING
         return has_needs and can_show_sign
 
     def values(self, sign: str, server: Server) -> Sequence[Any]:
-        """Return the values that a sign calls for, the next one first; empty if the flag does not fit."""
+        """Return the values to try for a sign, the next one first; empty if the flag does not fit."""
         return self.moves[sign].values(server) if self.fits(sign, server) else ()
 
 
@@ -1300,17 +1299,17 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return the next value of a flag that a sign calls for, as `engine.args`.
+    """Return the next value of a flag for a sign, as `engine.args`.
 
-    Empty if no value remains, or if the version of SGLang with these `flags` lacks the flag.
+    Empty if no value remains, or if the installed SGLang, which has these `flags`, lacks the flag.
     """
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
 
 
 def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return a flag's next value that a sign calls for, with the flags that must change together with it."""
+    """Return a flag's next value for a sign, with the flags that must change together with it."""
     args: dict[str, Any] = {}
-    # Flags that have to change together with others have at most one next value.
+    # A flag that changes together with others has at most one next value.
     for value in FLAGS[name].values(sign, server):
         for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
             args |= flags.setting(changed_flag, setting)
@@ -1323,7 +1322,7 @@ def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str,
     Empty if too little memory would remain for the weights and a useful KV pool.
     """
     args = next_setting(sign, name, server, flags)
-    # The value may take the memory that is free beyond the minimum of the guides. The KV pool gives the rest.
+    # The value may take memory that is free beyond the guides' minimum. The KV pool gives the rest.
     missing_gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
     if server.spare_gb is not None:
         missing_gb -= max(0.0, server.spare_gb - server.band.low)

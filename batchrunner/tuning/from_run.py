@@ -1,4 +1,4 @@
-"""Read the situation of a run, which may still be running, from its event logs and its engines' logs."""
+"""Reads the load and the servers' setup of a run, finished or not, from its events and server logs."""
 
 import contextlib
 import math
@@ -29,24 +29,25 @@ from batchrunner.tuning.signals import has_enough
 from batchrunner.tuning.situation import ClientActivity, Situation, has_media, sets_sampling
 
 MOST_PARTS = 20
-"""Maximum number of part files (Parquet files of results) that are read for the lengths of outputs. The
-newest are read."""
+"""Maximum number of result files that are read for the lengths of outputs, the newest first."""
 MOST_CHARACTERS = 5000
-"""Number of characters of an answer that are kept, about 1,000 words."""
+"""Maximum number of characters of an answer that are kept: about 1,000 words."""
 FEWEST_PASSES = 4
-"""Minimum number of logged decode passes in a span of steady work that is judged."""
+"""A span of steady work is judged only if it has at least this many logged decode passes."""
 FULL = 0.9
-"""Minimum fraction of the runner's window (its concurrency limit) in flight at which the window counts as
-full."""
+"""The runner's concurrency limit counts as reached if at least this fraction of it is in flight."""
 SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
-"""Engine facts in the event `start` that are equal if the servers of two attempts had the same flags."""
+"""Facts in the event `start` that are equal if the servers had the same flags at two starts of a run."""
 SAME_POOL = 0.02
-"""Maximum relative difference between the KV pools of two attempts with the same flags. The sizes may differ,
+"""Maximum relative difference between the KV pools of servers with the same flags. They differ a little,
 because each server takes the memory that is free when it starts."""
 
 
 def read_run(run: Path | RunDir) -> Situation:
-    """Read the situation of a run from the logs of all its workers. Raises OutputError if there is no run."""
+    """Read the load and the setup of a run from the logs of all its workers.
+
+    Raises OutputError if there is no run.
+    """
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     client = _client(facts)
@@ -64,14 +65,14 @@ def read_run(run: Path | RunDir) -> Situation:
                 log.read(path)
     load.settle()
     _read_lengths(run_dir, client)
-    # With too few load samples, those of the log are dropped too: they cannot take their place, because they
-    # include the start and the tail of the run.
+    # With too few steady load samples, those of the server's log are dropped too, because they include the
+    # start and the end of the run.
     if not has_enough(load):
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    # The run did not start the server, so the server's log is not here.
+    # The run did not start this server, so its log is not here.
     if server.ready is None and facts["engine"].get("memory_caps_running"):
         server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")
@@ -79,12 +80,12 @@ def read_run(run: Path | RunDir) -> Situation:
         server.idle_gpus = max(0, gpus - server.gpus)
     situation = Situation(load, log.series, server, client)
     _replay(run_dir, situation)
-    # The copy drops the cached `Situation.server`, which the replay has made outdated.
+    # The copy drops `Situation.server`, which was cached before the replay.
     return replace(situation)
 
 
 def _client(facts: Mapping[str, Any]) -> ClientActivity:
-    """Return a ClientActivity with the runner's settings from a run.json; its counts are still zero."""
+    """Return the runner's settings from a run.json. All counts are still zero."""
     job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
     prompt = facts["fingerprint"].get("prompt", {})
     most = sampling.get("max_new_tokens")
@@ -104,28 +105,28 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
 class _WorkerReader:
     """Adds the steady load of one worker to a series, beginning at the last change of its servers' flags.
 
-    In three phases, queue and token usage say nothing about the flags, so load samples of these phases are
-    skipped. The start lasts until as many rows have ended as ran at once. The drain follows a stop. The tail
-    begins when no more rows remain than the window holds.
+    Load samples of three phases are skipped, because they say nothing about the flags: the start, until as
+    many rows have ended as ran at once; the time after a stop; and the end, when too few rows remain to fill
+    the concurrency limit.
     """
 
     def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
         self.client = client
-        """Activity of the runner, summed over all workers read so far."""
+        """Activity of the runner, summed over all workers that were read so far."""
         self._name = name
         """Name of the worker, with which the names of its schedulers begin."""
         self._load = load
         self._before = dict(load.tracks), load.retractions, replace(client)
         """State before this worker's events, to which `_restart` returns."""
         self._start: Mapping[str, Any] | None = None
-        """Event `start` of the present attempt; None before the first."""
+        """The last event `start`, which begins each start of the run; None before the first."""
         self._learned: dict[str, Any] = {}
         """Flags that the runner gave the servers in addition to the job's own."""
         self._tracks: dict[str, str] = {}
-        """Name of each scheduler in the series, by its own name. The names have numbers in place of ports,
-        because ports change with each attempt."""
+        """Name of each scheduler in the series, by its own name. Numbers replace ports, which change at each
+        start of the run."""
         self._retractions = 0
-        """Retractions of this attempt so far."""
+        """Retractions since the last start of the run."""
         self._began: int | None = None
         """Rows done at the first sample since the servers started; None before that sample."""
         self._peak = 0
@@ -142,7 +143,7 @@ class _WorkerReader:
                         self._restart()
                     self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
                 case "engine_died" | "engine_hangs":
-                    # The restarted server fills up again, so the load is not steady for a while.
+                    # A restarted server first fills up again.
                     self._began = None
                 case "engine_adapts":
                     self._restart()
@@ -162,7 +163,6 @@ class _WorkerReader:
         """Drop this worker's load so far, because its servers had other flags."""
         tracks, self._load.retractions, client = self._before
         self._load.tracks = dict(tracks)
-        # Only these two facts about the runner do not depend on the servers' flags.
         self.client = replace(
             client, tokenize=self.client.tokenize, possible_share=self.client.possible_share
         )
@@ -172,7 +172,7 @@ class _WorkerReader:
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
     def add(self, sample: RunSample, at: float, server: str | None = None) -> None:
-        """Add a load sample's readings, of all schedulers or of one `server`; `at` is the sample's time."""
+        """Add a load sample of all schedulers, or of one `server`; `at` is the sample's time."""
         client, signals = self.client, sample.signals
         new_retractions = sample.retractions - self._retractions
         self._retractions = sample.retractions
@@ -181,7 +181,7 @@ class _WorkerReader:
             self._began, self._peak = sample.rows_done, 0
         running = sum(load.running for load in signals)
         self._peak = max(self._peak, running)
-        # The first rows end together, and the last rows no longer fill the window: neither is steady work.
+        # The first rows end together, and the last rows do not fill the limit. Neither is steady work.
         is_start = sample.rows_done - self._began <= self._peak
         is_tail = sample.unsent + sample.in_flight <= sample.window
         if not sample.in_flight or not signals or is_start or is_tail:
@@ -194,11 +194,11 @@ class _WorkerReader:
             load_sample = sample_of_load(load, at=at, rate=rate, unsent=sample.unsent)
             self._load.add(self._track(load.scheduler), load_sample)
         if not any(load.queue for load in signals):
-            # The queue is empty, so count which of the possible reasons applies.
+            # The queue is empty. Count the possible reason.
             client.empty += 1
             if sample.in_flight >= FULL * sample.window:
                 client.at_window += 1
-                # The window is full, but most of its requests have not reached the scheduler.
+                # The limit is reached, but most requests have not arrived at the scheduler.
                 if 2 * running < sample.in_flight:
                     client.on_way += 1
             elif sample.resting > 0:
@@ -206,7 +206,7 @@ class _WorkerReader:
 
 
 class ServerWatch:
-    """Load of one server during a run, in a span of steady work. `begin` starts a new span."""
+    """Measures the load of one server in a span of steady work. `begin` starts a new span."""
 
     def __init__(self, run_dir: RunDir, url: str, log: Path, since: int) -> None:
         """Watch the server at `url`; its log file is read from the byte `since` on."""
@@ -224,14 +224,14 @@ class ServerWatch:
     def take(self, sample: RunSample, now: float) -> None:
         """Add a load sample, read at `now`, and the server's log lines since the last sample.
 
-        The server's log is read at each call, run.json once per span, and the part files as soon as there is
-        enough work to judge.
+        The server's log is read at each call, run.json once per span, and the result files as soon as there
+        is enough work to judge.
         """
         # The first load sample comes after run.json is written, so the file can be read now.
         if self._reader is None:
             facts = require_run_json(self._run_dir)
             client = _client(facts)
-            # The GPU comes from run.json, because the log does not name it.
+            # The log does not name the GPU, so its name comes from run.json.
             self._log.facts.card = facts["engine"].get("card")
             self._reader = _WorkerReader("", self._load, client)
         self._reader.add(sample, now, self._url)
@@ -242,7 +242,7 @@ class ServerWatch:
         with contextlib.suppress(OSError), self._log_path.open("rb") as file:
             file.seek(self._at)
             for line in file:
-                # A last line without an end is still being written, so the next call reads it.
+                # A last line without a newline is still being written. The next call reads it.
                 if line.endswith(b"\n"):
                     self._at += len(line)
                     self._log.take(line.decode(errors="replace"))
@@ -275,13 +275,13 @@ class ServerWatch:
 
     @property
     def situation(self) -> Situation:
-        """The server's situation in this span of steady work, as the rules of advice judge it."""
+        """The server's load and setup in this span of steady work, as the rules of advice judge them."""
         client = self._reader.client if self._reader else None
         return Situation(self._load, self._log.series, self._log.facts, client)
 
 
 def _have_same_flags(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell whether the servers of two attempts had the same flags, by the events `start` of both."""
+    """Tell from two events `start` whether the servers had the same flags at both starts of the run."""
     first, second = start.get("engine") or {}, other.get("engine") or {}
     if start.get("args") != other.get("args"):
         return False
@@ -292,7 +292,7 @@ def _have_same_flags(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 
 
 def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
-    """Set the lengths of outputs in `client`, read from the newest part files (Parquet files of results)."""
+    """Set the lengths of outputs in `client`, from the newest result files."""
     chunks: list[pa.Array] = []
     for path in run_dir.all_parts()[-MOST_PARTS:]:
         # A part file may be damaged, or removed in the meantime. The others suffice.
@@ -313,15 +313,15 @@ def _read_lengths(run_dir: RunDir, client: ClientActivity) -> None:
 
 
 def _replay(run_dir: RunDir, situation: Situation) -> None:
-    """Predict, if it could pay here, how many tokens a decode step would yield with n-gram speculation."""
+    """Predict how many tokens a decode step would yield with n-gram speculation, if it could pay here."""
     client, facts = situation.client, situation.facts
     if facts.architecture is None or facts.on_cpu:
         return
     model, revision = facts.arguments.get("model_path"), facts.arguments.get("revision")
     facts.config = facts.config or (read_config(str(model), revision) if model else {})
     flags = of_arguments(facts.version, facts.arguments)
-    # Reading the answers takes time, so it is only done if n-gram speculation pays in the best case, in which
-    # every drafted token is right.
+    # Reading the answers takes time. It is done only if n-gram speculation would pay with every drafted token
+    # right.
     best_case = replace(situation.server, repeated=float(CHECKED))
     if client is None or not next_setting("repeated", NGRAM, best_case, flags):
         return
@@ -349,9 +349,9 @@ def texts_of(column: pa.Array) -> list[str]:
 
 
 def _possible_share(event: Mapping[str, Any]) -> float | None:
-    """Return the share of prompt tokens that a prefix cache could serve, or None if unknown.
+    """Return the fraction of prompt tokens that a prefix cache could serve, or None if unknown.
 
-    The runner has estimated it for the input's order and for sorted order; the larger share counts.
+    The runner estimated it for the rows in input order and in sorted order. The larger one counts.
     """
     shares = [number(event.get(name)) for name in ("input_share", "sorted_share")]
     return max((share for share in shares if share is not None), default=None)

@@ -1,4 +1,4 @@
-"""Rules on queue, token usage, batch size, retractions and forward passes. Each rule is a pure function."""
+"""Rules of advice on queue, token usage, batch size, retractions and passes. Each is a pure function."""
 
 from dataclasses import replace
 from statistics import median
@@ -64,7 +64,7 @@ def queue_empty(situation: Situation, flags: Flags) -> Finding | None:
     else:
         change, cause = _slow_component(situation.client, target)
         if not change:
-            # The runner cannot help, so a flag against a slow front process is advised.
+            # The runner cannot help, so advise a flag against a slow front process.
             settings = (next_setting("starved", name, situation.server, flags) for name in FRONT_LEVERS)
             args = next(filter(None, settings), {})
             change = command_line(args) or _WITHOUT_FLAG[situation.facts.on_cpu]
@@ -92,7 +92,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {target}", "the job's window is full"
         if client.connections and client.widest >= 0.9 * client.connections:
-            # Nearly all connections have been in use at once.
+            # Nearly all connections were in use at once.
             cause = f"all {client.connections} connections that the limit of open files allows are in use"
             return "raise `ulimit -n`", cause
         change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
@@ -107,7 +107,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
 
 
 def queue_deep(situation: Situation, _: Flags) -> Finding | None:
-    """Detect that more requests wait than the scheduler should sort through before each pass."""
+    """Detect that so many requests wait that sorting them slows the scheduler down."""
     if not frequent(situation.load, "deep"):
         return None
     if situation.client:
@@ -136,7 +136,7 @@ def conservative(situation: Situation, flags: Flags) -> Finding | None:
     if conservativeness(situation) > LESS_CONSERVATIVE:
         args = next_setting("held", "schedule-conservativeness", situation.server, flags)
     elif output_share is not None and not is_short:
-        # The flag is low already, and `max_new_tokens` is not too high.
+        # The flag is already low, and `max_new_tokens` is not too high.
         return None
     clip = next_setting("held", CLIP, situation.server, flags) if is_short else {}
     cause, job_change, certainty = _cause_of_reserve(output_share, clip, is_short=is_short)
@@ -147,7 +147,7 @@ def conservative(situation: Situation, flags: Flags) -> Finding | None:
         change=", or ".join(filter(None, (command_line(args), job_change))),
         evidence={**situation.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
         certainty=certainty,
-        # The variable is advised only if no flag is, because one setting is changed at a time.
+        # Advise the variable only if no flag is advised: one setting is changed at a time.
         env={} if args else variables_in(clip),
     )
 
@@ -157,8 +157,8 @@ def _cause_of_reserve(
 ) -> tuple[str, str, Certainty]:
     """Return why SGLang reserves too much memory for outputs, the change in the job, and the certainty.
 
-    `output_share` is the mean output length as a share of `max_new_tokens`. `clip` is the setting of SGLang's
-    clip for reserved output tokens; empty if it cannot be lowered.
+    `output_share` is the mean output length as a fraction of `max_new_tokens`. `clip` is the new limit of the
+    output tokens that SGLang reserves per request; empty if the limit cannot be lowered.
     """
     job_change = "a max_new_tokens closer to real output lengths"
     if output_share is None:
@@ -166,7 +166,6 @@ def _cause_of_reserve(
     cause = f"outputs are {output_share:.0%} of max_new_tokens on average"
     if not is_short:
         return f"max_new_tokens is not the cause, because {cause}", "", "low"
-    # `clip` has at most one entry.
     for name, longest in clip.items():
         job_change += (
             f" (99% of the outputs have at most {longest} tokens), or {name}={longest} in the server's "
@@ -181,7 +180,7 @@ def running_capped(situation: Situation, _: Flags) -> Finding | None:
     # SGLang's own defaults never exceed MOST_RUNNING, so no higher limit is advised.
     if not frequent(situation.load, "capped") or situation.fills_up or not 0 < most < MOST_RUNNING:
         return None
-    # The state pool is the limit, and a higher `max_running_requests` would not enlarge the pool.
+    # The state pool is the limit. A higher `max_running_requests` would not enlarge it.
     if situation.waits_for_states:
         return None
     return Finding(
@@ -200,7 +199,6 @@ def states_full(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the state pool of a hybrid model is the limit while the KV pool has room."""
     if not situation.waits_for_states or situation.fills_up:
         return None
-    # The first flag with a next value is advised.
     settings = (with_beside("states", flag, situation.server, flags) for flag in STATE_LEVERS)
     args = next(filter(None, settings), {})
     remedies = [command_line(args)]
@@ -210,7 +208,7 @@ def states_full(situation: Situation, flags: Flags) -> Finding | None:
     else:
         pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
         if args:
-            # Flag tuning predicts the gain of the change from the number of requests that would run after it.
+            # Flag tuning predicts the gain from the number of requests that would run after the change.
             slots_per_request = slots_after(args, pool.per_request)
             would_run = state_slots(situation.server, slots_per_request) // slots_per_request
     if FLAGS["mamba-ssm-dtype"].values("states", situation.server):
@@ -239,7 +237,7 @@ def retractions(situation: Situation, flags: Flags) -> Finding | None:
     }
     if not retracts_often(rate):
         return Finding(f"{reading}: up to about one a minute is fine", evidence=evidence, fine=True)
-    # There are too few load samples for advice. The report then shows only the number of retractions.
+    # With too few load samples, only the number of retractions is reported.
     if not has_enough(situation.load):
         return None
     sign = f"{reading}, with token usage at {situation.server.usage:.2f}: retracted requests lose their work"
@@ -259,7 +257,7 @@ def retractions(situation: Situation, flags: Flags) -> Finding | None:
         sign += f": {cost}"
     name = "schedule-conservativeness"
     if FLAGS[name].values("retracting", situation.server):
-        # The flag of this rule still has a next value, which the rule will advise.
+        # The rule's own flag still has a next value, which will be advised.
         return Finding(sign, evidence=evidence)
     args = next_setting("retracting", "max-running-requests", situation.server, flags)
     return Finding(
@@ -278,14 +276,14 @@ weights once and compute little."""
 LEAST_INTERVAL = 2
 """Minimum `--prefill-decode-interval` that pays, in decode steps."""
 FEWER_PASSES = 1.25
-"""`--prefill-decode-interval` pays if it divides the number of passes by at least this factor."""
+"""`--prefill-decode-interval` pays if it reduces the number of passes by at least this factor."""
 LARGE_TP = 4
 """Minimum tensor parallelism at which larger CUDA graphs pay (SGLang's tuning guides)."""
 
 
 def running_low(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that few requests run, because full prefill passes admit requests only as fast as others end."""
-    # With a higher conservativeness, the advice of the rule `conservative` comes first.
+    # At a higher conservativeness, the rule `conservative` advises first.
     if (
         not frequent(situation.load, "far_below")
         or situation.fills_up
@@ -328,7 +326,7 @@ def small_prefills(situation: Situation, flags: Flags) -> Finding | None:
     args = next_setting("small-prefills", name, situation.server, flags)
     if name not in flags.names or not args or not has_enough(situation.log):
         return None
-    # Mixed chunks let prefill passes decode too, so they delay nothing.
+    # With mixed chunks, prefill passes decode too, so they delay nothing.
     if situation.facts.arguments.get("enable_mixed_chunk"):
         return None
     mean_tokens = prefills.new_tokens / max(1, prefills.passes)
@@ -358,7 +356,7 @@ def _saves_passes(*, prefills: int, steps: float, output_tokens: float, interval
     fewer slots decode, and more decode steps are needed.
     """
     if prefills * interval <= steps or not output_tokens:
-        # The prefill passes are at least an interval apart already, or the output length is unknown.
+        # The prefill passes are far enough apart already, or the output length is unknown.
         return False
     decoding_share = 1 - interval / 2 / output_tokens
     if decoding_share <= 0:
@@ -389,7 +387,7 @@ def long_prompts(situation: Situation, flags: Flags) -> Finding | None:
 
 def cuda_graph(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that decoding runs without CUDA graphs, although they matter at its batch sizes."""
-    # A small model, or a large tensor parallelism, needs CUDA graphs for larger batches.
+    # Small models and large tensor parallelism need CUDA graphs for larger batches.
     sign = "no_graph"
     if 0 < (situation.facts.weights_gb or 0) <= GUIDES.launched_gb:
         sign = "no_graph_small"
@@ -412,7 +410,7 @@ def cuda_graph(situation: Situation, flags: Flags) -> Finding | None:
             cause = (
                 f"CUDA graphs are captured only for batches of up to {situation.facts.graph_max_bs} requests"
             )
-        # The next value of the flag must cover the batches that ran without a graph.
+        # The new value must cover the batches that ran without a graph.
         server = replace(situation.server, running=running)
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
     return Finding(

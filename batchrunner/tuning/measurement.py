@@ -1,4 +1,4 @@
-"""Measure a trial: its steady speed, its load signs, and when to stop it.
+"""Measures a trial of flags: its steady speed, its load, and when to stop it.
 
 The caller reports each row that ends and each reading of the load, from a real or a simulated engine. The
 module itself does no I/O and reads no clock.
@@ -20,27 +20,27 @@ MOST_STEADY_S = 120.0
 """Maximum number of seconds of a trial's warm-up, and of its steady time after that. Only slow rows take so
 long."""
 GENERATIONS = 2
-"""Number of generations to measure. A generation is as many rows as run at once. The first generation is not
-measured, because its rows began together, so the load is not steady."""
+"""Number of generations to measure: a generation is as many rows as run at once. Before them, one generation
+is left out, because its rows began together."""
 WAVE = 0.5
-"""Rows that began together end together, so output comes in waves. A trial may therefore lag by this number
-of generations (rows that run at once) before it counts as slow."""
+"""A trial counts as slow only if it lags by more than this number of generations (as many rows as run at
+once). Rows that began together end together, so output comes in waves."""
 LEAST_GAIN = 0.02
 """Minimum relative gain in speed by which a change of flags counts as faster. A smaller gain is noise."""
 NEARLY_ALL = 0.99
 """Quantile of the output lengths that counts as the longest output."""
 MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound", "states")
-"""Signs of the load that a trial measures."""
+"""Observations about the load that a trial counts."""
 
 Ended = Literal["measured", "behind", "died", "cut"]
-"""End of a trial: it was measured, could no longer win, lost its server, or spent the budget."""
+"""How a trial ended: it was measured, was too slow, lost its server, or had no time left."""
 End = tuple[Ended, str]
-"""End of a trial, and its reason in a sentence."""
+"""How a trial ended, and the reason in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSigns:
-    """The signs of a trial: means and shares over the readings of its steady time. None means unknown."""
+    """Load statistics of a trial: means and fractions over its steady time. None means unknown."""
 
     running: float = 0.0
     """Number of requests that decode, SGLang's `#running-req`."""
@@ -49,13 +49,12 @@ class TrialSigns:
     queue: float = 0.0
     """Number of requests that wait, SGLang's `#queue-req`."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Share of the readings that showed each sign of the load."""
+    """Fraction of the load samples that showed each sign (such as an empty queue)."""
     usage: float = 0.0
     """Fraction of the KV pool in use."""
     pool_tokens: int | None = None
     """Size of the KV pool in tokens."""
     retractions_per_min: float = 0.0
-    """Retractions per minute."""
     cached_share: float = 0.0
     """Share of the prompt tokens that were in the cache."""
     tokens_per_pass: float | None = None
@@ -77,7 +76,7 @@ class TrialSigns:
     """Mean words per decode step that n-gram speculation from earlier answers would yield."""
 
     def shows(self, sign: str) -> bool:
-        """Tell whether the trial showed a sign of the load frequently."""
+        """Tell whether many load samples of the trial showed this sign."""
         return is_frequent(self.shares.get(sign, 0.0))
 
 
@@ -86,7 +85,7 @@ class TrialResult:
     """The result of one trial."""
 
     ended: Ended
-    """End of the trial: `behind` if it was stopped because it could not win, `cut` if the budget ran out."""
+    """How the trial ended: `behind` if it was stopped as too slow, `cut` if the time budget ran out."""
     why: str
     """Reason of the end, in a sentence."""
     cost_s: float
@@ -121,8 +120,7 @@ class TrialProgress(NamedTuple):
     tokens: int
     rows: int
     log_bytes: int = 0
-    """Size of the server's log at this time, in bytes. The part of the log before it belongs to the rows
-    counted so far."""
+    """Size of the server's log at this time, in bytes."""
 
 
 @dataclass(slots=True)
@@ -137,14 +135,14 @@ class TrialWatch:
     _warm: TrialProgress | None = None
     """Progress when the steady time began; None during the warm-up."""
     _busy: TrialProgress | None = None
-    """Progress at the last reading in which a request waited."""
+    """Progress at the last load sample in which a request waited."""
     _peak: int = 0
     """Maximum number of requests that have run at once."""
     _readings: list[SchedulerLoad] = field(default_factory=list)
     """Readings of the load in steady time."""
     _busy_readings: int = 0
-    """Number of readings up to the last one with a waiting request. Later readings are of the drain, which
-    says nothing about the flags."""
+    """Number of load samples up to the last one with a waiting request. Later ones say nothing about the
+    flags, because the trial runs out of rows."""
     _outputs: list[int] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
@@ -156,7 +154,7 @@ class TrialWatch:
         self.tokens += output
         self._prompt_tokens += prompt
         self._cached_tokens += cached
-        # Retractions become a rate of the steady time, so those of the warm-up do not count.
+        # Only retractions in steady time count.
         self._retractions += retractions if self._warm else 0
         self._outputs.append(output)
 
@@ -170,18 +168,19 @@ class TrialWatch:
             # Warm-up ends once as many rows have ended as run at once.
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
                 self._warm = progress
-                # The first outputs to end are the short ones, so their lengths are not representative.
+                # The first outputs to end are the short ones, so their lengths are dropped.
                 self._outputs.clear()
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
-            # The measured span may extend to here. After the last waiting request, the drain begins.
+            # The measured span may extend to here. After the last waiting request, the trial runs out of
+            # rows.
             self._busy = progress
             self._busy_readings = len(self._readings)
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
-        """Return an end for the trial if it can no longer beat the incumbent, otherwise None.
+        """If the trial can no longer beat the best one, return how it ends; otherwise None.
 
         The rows that end first have short outputs, so the output counted so far is too low. Therefore the
         output is estimated: the number of rows in steady time, times the mean output of all rows.
@@ -199,7 +198,7 @@ class TrialWatch:
         return "behind", f"{rate}, in {steady_s:.0f} s after the warm-up"
 
     def _measured(self, at_s: float, warm: TrialProgress) -> End | None:
-        """Return the end of a trial with enough rows and time to judge its speed, otherwise None."""
+        """If the trial has enough rows and time to judge its speed, return how it ends; otherwise None."""
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         is_enough = rows >= GENERATIONS * self._peak and steady_s >= TIMING.trial_steady
         if is_enough or steady_s >= MOST_STEADY_S:
@@ -209,7 +208,8 @@ class TrialWatch:
     def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:
         """Return the progress at the beginning and at the end of the measured span of a trial.
 
-        The span is the steady time before the drain. If that is too short, the span is the whole trial.
+        The span is the steady time until the trial runs out of rows. If that is too short, it is the whole
+        trial.
         """
         begin, until = self._warm or TrialProgress(0.0, 0, 0), self._busy or end
         if until.at_s - begin.at_s < TIMING.trial_judged or until.tokens <= begin.tokens:
@@ -230,7 +230,7 @@ class TrialWatch:
         )
 
     def _signs(self, span_s: float) -> TrialSigns:
-        """Return the signs of the trial from its readings and from its rows in `span_s` seconds."""
+        """Return the load statistics of the trial; its steady rows took `span_s` seconds."""
         readings = self._readings
         if not readings:
             return TrialSigns(running=self._peak)
@@ -251,7 +251,7 @@ class TrialWatch:
             running=round(total("running") / polls, 1),
             max_running=limit("max_running"),
             queue=round(total("queue") / polls, 1),
-            # Readings after the last waiting request belong to the drain, which says nothing about flags.
+            # Load samples after the last waiting request say nothing about flags.
             shares=_shares(readings[: self._busy_readings] or readings),
             usage=round(total("token_usage") / len(readings), 3),
             pool_tokens=limit("max_total_tokens"),
@@ -264,6 +264,6 @@ class TrialWatch:
 
 
 def _shares(readings: Sequence[SchedulerLoad]) -> dict[str, float]:
-    """Return the share of the readings that show each sign."""
+    """Return the fraction of the load samples that show each sign."""
     samples = [sample_of_load(load, at=None) for load in readings]
     return {sign: round(share(samples, sign), 3) for sign in MEASURED}

@@ -1,8 +1,8 @@
-"""Remember flags that worked for a model on a machine, in files of JSON Lines with one memo a line.
+"""Remembers flags that worked for a model on a machine, in files of JSON Lines.
 
-Safer flags after a server's death, and the gains of changed flags, are kept in the cache directory of this
-machine. It has one file for each model, card and version of SGLang. Trials of `batchrun tune` belong to one
-job, so they are kept in its run directory.
+Safer flags after a server's death, and the gains of changed flags, are stored in the cache directory of this
+machine, in one file for each model, GPU and version of SGLang. Trials of `batchrun tune` belong to one job,
+so they are stored in its run directory.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class Memo(msgspec.Struct):
     kind: Literal["safer", "step", "trial"]
     """Kind of the content: safer flags after a death, a step of tuning during a run, or a tuning trial."""
     about: str
-    """Digest or name of the model and machine, or of the job, to which the content applies; empty if the
-    whole file is about one of them."""
+    """Digest or name of what the content applies to, such as a job; empty if the whole file is about one
+    thing."""
     content: msgspec.Raw
 
 
@@ -42,13 +42,13 @@ _read_memo = msgspec.json.Decoder(Memo)
 
 
 class Memory:
-    """A file with one memo a line. Several processes may append to it; `recall` skips damaged lines."""
+    """A file with one memo per line. Several processes may append to it. Damaged lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def recall(self, kind: str, about: str = "") -> list[msgspec.Raw]:
-        """Return the contents of the memos (lines of the file) that have this kind and subject, oldest first.
+        """Return the contents of the lines with this kind and subject, the oldest first.
 
         Empty if the file cannot be read.
         """
@@ -64,8 +64,8 @@ class Memory:
         return contents
 
     def append(self, kind: Literal["safer", "step", "trial"], content: Any, about: str = "") -> None:
-        """Append a memo to the file; raises StorageError."""
-        # Values of flags that JSON has no type for, such as paths, are written as text.
+        """Append a line to the file; raises StorageError."""
+        # Flag values without a JSON type, such as paths, are written as text.
         raw_content = msgspec.Raw(msgspec.json.encode(content, enc_hook=str))
         memo = Memo(kind=kind, about=about, content=raw_content)
         with writing(self.path):
@@ -75,7 +75,7 @@ class Memory:
                 file.write(b"\n" + msgspec.json.encode(memo))
 
     def try_to_append(self, kind: Literal["safer", "step"], content: Any, about: str = "") -> None:
-        """Append a memo. A failure is only logged, because the run can do without the memo."""
+        """Append a line. A failure is only logged, because the run can go on without it."""
         try:
             self.append(kind, content, about)
         except (OSError, BatchrunError) as failure:
@@ -114,30 +114,29 @@ class TriedStep(msgspec.Struct):
     """A change of flags that was tried during a run."""
 
     name: str
-    """Name of the step, see `adapt.Step`."""
+    """Name of the change, see `adapt.Step`."""
     gain: float
     """Relative gain in output tokens per second: 0.1 is a tenth more. -1 if a server cannot run with the
-    step."""
+    change."""
     args: dict[str, Any] = {}
-    """Flags and variables with which later runs start; empty if the step did not gain."""
+    """Flags and variables with which later runs start; empty if the change gained nothing."""
 
 
 _read_step = msgspec.json.Decoder(TriedStep)
 
 
 class FlagMemory:
-    """The best known flags and variables for jobs of one shape, and the gain of each step.
+    """The best known flags and variables for similar jobs, and the gain of each change that was tried.
 
-    Jobs have the same shape if their prompt, sampling and engine are the same.
-
-    The workers of a joined run share the file, so they learn from each other.
+    Jobs are similar if their prompt, sampling and engine are the same. The workers of a shared run use the
+    same file, so they learn from each other.
     """
 
     def __init__(self, memory: Memory, shape: str, incidents: list[Incident]) -> None:
         """Read what earlier runs have learned for this `shape`, a digest of prompt, sampling and engine."""
         self._memory = memory
         self._shape = shape
-        # Steps of this worker, kept in memory in case the file cannot be written.
+        # Changes tried by this worker, in case the file cannot be written.
         self._steps: list[TriedStep] = []
         self.args = {name: value for step in self._latest() for name, value in step.args.items()}
         """Flags and variables with which the servers of this run start, in addition to the job's own."""
@@ -148,11 +147,11 @@ class FlagMemory:
 
     @property
     def gains(self) -> dict[str, float]:
-        """Gain of each step that was tried, by its name: 0.1 is a tenth more output tokens per second."""
+        """Gain of each change that was tried, by its name: 0.1 is a tenth more output tokens per second."""
         return {step.name: step.gain for step in self._latest()}
 
     def learn(self, step: str, gain: float, args: Mapping[str, Any] = {}) -> None:
-        """Record the gain of a step. Later runs start with the flags `args`; pass none for a slower step."""
+        """Record the gain of a change. Later runs start with the flags `args`; pass none for a loss."""
         self._record(TriedStep(step, round(gain, 3), dict(args)))
 
     def forget(self) -> None:
@@ -166,14 +165,13 @@ class FlagMemory:
         self._memory.try_to_append("step", step, about=self._shape)
 
     def _latest(self) -> list[TriedStep]:
-        """Return the last trial of each step, in the order of time in which these trials ran."""
+        """Return the last trial of each change, in the order of the trials."""
         steps = []
         for content in self._memory.recall("step", about=self._shape):
             with contextlib.suppress(msgspec.MsgspecError):
                 steps.append(_read_step.decode(content))
         latest: dict[str, TriedStep] = {}
         for step in [*steps, *self._steps]:
-            # A step that is inserted again moves to the end of the order.
             latest.pop(step.name, None)
             latest[step.name] = step
         return [*latest.values()]

@@ -1,4 +1,4 @@
-"""Rules on free memory at the start, on memory that ran out, and on other deaths. Each is a pure function."""
+"""Rules of advice on free memory, on memory that ran out, and on other deaths. Each is a pure function."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from batchrunner.tuning.situation import LONGEST_LINE, Finding, Situation
 
 
 def memory_left(situation: Situation, flags: Flags) -> Finding | None:
-    """Detect that GPU memory is left unused, or that the right amount of it is free for activations."""
+    """Detect that GPU memory is unused; or report that the right amount of it is free for activations."""
     spare_gb, band = situation.server.spare_gb, situation.server.band
     if spare_gb is None or spare_gb < band.low:
         return None
@@ -38,7 +38,7 @@ def memory_left(situation: Situation, flags: Flags) -> Finding | None:
 
 
 def pool_small(situation: Situation, _: Flags) -> Finding | None:
-    """Detect that the KV pool of a CPU, whose size a flag sets, holds fewer requests than may run."""
+    """Detect that the KV pool of a server on a CPU holds fewer requests than may run."""
     pool_tokens, most, running = (
         situation.server.now("max-total-tokens"),
         situation.max_running,
@@ -94,12 +94,12 @@ def _fraction(
 
 
 def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
-    """Return the rule on memory that ran out in a phase of the server; `where` names the phase in words."""
+    """Return the rule for memory that ran out in a phase of the server; `where` names it in words."""
 
     def judge(situation: Situation, flags: Flags) -> Finding | None:
         """Advise on the memory that ran out in `phase`; None if none ran out."""
-        # The memory of CUDA graphs depends on the batch sizes that are captured, not on number types. Smaller
-        # graphs are among the flags that `_ran_out` advises, so this phase needs no further remedy.
+        # The memory of CUDA graphs depends on the captured batch sizes, not on number types. `_ran_out`
+        # already advises smaller graphs.
         remedy = "" if phase == "graph" else _narrower(situation, flags)
         return _ran_out(
             situation, trouble=situation.facts.troubles.get(phase), flags=flags, where=where, remedy=remedy
@@ -126,7 +126,7 @@ def oom_weights(situation: Situation, flags: Flags) -> Finding | None:
             remedy += ", or a quantised model"
         where = "while weights were loaded"
         finding = _ran_out(situation, trouble=trouble, flags=flags, where=where, remedy=remedy)
-        # More GPUs or memory are advised in place of the flags that recovery would set.
+        # Advise more GPUs or memory instead of the flags that recovery would set.
         return finding and replace(finding, args=args)
     return None
 
@@ -160,7 +160,7 @@ def crashed(situation: Situation, _: Flags) -> Finding | None:
 
 
 def _narrower(situation: Situation, flags: Flags) -> str:
-    """Name number types of fewer than 16 bits, for weights or KV cache, that the card supports.
+    """Name number types below 16 bits, for weights or KV cache, that the GPU supports.
 
     The KV pool takes all memory that the weights leave. So smaller numbers free memory only together with a
     lower mem-fraction-static.
@@ -180,7 +180,7 @@ def _narrower(situation: Situation, flags: Flags) -> str:
 def _ran_out(
     situation: Situation, *, trouble: OutOfMemory | None, flags: Flags, where: str, remedy: str
 ) -> Finding | None:
-    """Advise the flags that recovery would set, and `remedy` as an alternative; None if no memory ran out."""
+    """Advise safer flags, or `remedy` as an alternative, after memory ran out; None if it did not."""
     if trouble is None:
         return None
     args = safer(Death(trouble.phase, trouble.text, trouble.running), situation.facts, flags)

@@ -1,4 +1,4 @@
-"""N-gram speculation: what it would gain on a job's answers, and when to load answers as a corpus.
+"""N-gram speculation: its gain on a job's answers, and when to load earlier answers as a corpus.
 
 With `--speculative-algorithm NGRAM`, SGLang looks up the last tokens of an answer in earlier outputs of the
 same scheduler, drafts the tokens that followed them there, and checks the whole draft in one decode step.
@@ -82,19 +82,19 @@ def _expected(next_word: Mapping[tuple[str, ...], str], words: Sequence[str], in
 
 
 COMPUTE_BOUND = 300
-"""From about this many tokens in a pass on, a dense model's matrix products take longer than reading its
-weights: computing speed divided by memory bandwidth. By the data sheet of an H100, 989 TFLOP/s divided by
-3.35 TB/s is 295 tokens for weights of 16 bits. An A100 has 153, an L40S 419."""
+"""With more tokens than this in a pass, a dense model's matrix products take longer than reading its weights.
+It is computing speed divided by memory bandwidth. By the data sheet of an H100, 989 TFLOP/s divided by 3.35
+TB/s is 295 tokens for 16-bit weights. An A100 has 153, an L40S 419."""
 
 
 def checking_cost(running: float, kv_share: float) -> float:
-    """Return how many times as long a decode step takes if it checks drafts.
+    """Return by what factor checking drafts makes a decode step longer.
 
     While `running` requests decode, the step reads the weights once, computes `CHECKED` tokens instead of one
     for each request, and reads the KV cache once as before. `kv_share` is the size of the KV cache in use
     divided by that of the weights. The result is calculated, not measured.
     """
-    # Unit of time: one read of the weights. The matrix products never take less than that.
+    # In units of one read of the weights, below which the matrix products never fall.
     weights = max(1.0, running / COMPUTE_BOUND)
     weights_with_drafts = max(1.0, running * CHECKED / COMPUTE_BOUND)
     return (weights_with_drafts + kv_share) / (weights + kv_share)
@@ -117,24 +117,23 @@ def is_exact(sampling: Mapping[str, Any] | None) -> bool:
 
 
 CORPUS_BUDGET = 8
-"""`--speculative-ngram-external-sam-budget`: number of drafted tokens that come from a corpus, if a corpus is
-loaded. SGLang's own test uses 8 of 12. With SGLang's default, 0, a corpus has no effect."""
+"""`--speculative-ngram-external-sam-budget`: number of drafted tokens that come from a corpus, if one is
+loaded. SGLang's own test uses 8 of 12. With the default, 0, a corpus has no effect."""
 LEAST_CORPUS, MOST_CORPUS = 50_000, 500_000
 """Minimum and maximum number of tokens in a corpus. SGLang's own memory of earlier outputs holds about as
 many tokens as the maximum (10 million nodes, up to 18 for a token). A corpus takes about 400 bytes of the
 server's memory for a token."""
 
 LEAST_CORPUS_GAIN = 1.2
-"""A corpus is loaded into a server that has just started only if it raises the number of words per decode
-step by at least this factor. A corpus has a cost, because its drafts replace drafts from the answer itself.
-With SGLang's own matcher, a corpus lost 4 to 13 % on answers that repeat only themselves, and gained 50 % on
-answers made of common sentences."""
+"""A corpus of earlier answers is loaded only if it raises the number of words per decode step by at least
+this factor. Its drafts replace drafts from the answer itself. With SGLang's own matcher, a corpus lost 4 to
+13 % on answers that repeat only themselves, and gained 50 % on answers made of common sentences."""
 
 
 def corpus_gain(answers: Sequence[str]) -> float:
-    """Return the factor by which the first half of the answers, as a corpus, speeds up the second half.
+    """Return by what factor a corpus raises the number of words per decode step.
 
-    Speed is the number of words per decode step.
+    The first half of the answers is the corpus for the second half.
     """
     half = len(answers) // 2
     return words_a_step(answers[half:], earlier=answers[:half]) / words_a_step(answers[half:])
@@ -147,10 +146,10 @@ def corpus_step(available: int, generated: int, loaded: int) -> CorpusStep:
     """Return what to do about a server's corpus. All arguments are numbers of tokens.
 
     `available` counts the text of the run's answers, `generated` the part of this text that the server has
-    generated since its start, and `loaded` the server's present corpus. SGLang remembers what a server
-    generated itself, and drafts better from that than from a corpus. So a corpus only helps a server that has
-    generated less than the corpus holds: after a start, or one of many replicas. A corpus cannot grow, only
-    be replaced; it is replaced when it would be twice as large.
+    generated since its start, and `loaded` the server's present corpus. SGLang drafts better from what a
+    server generated itself. So a corpus helps only a server that has generated less than the corpus holds:
+    after a start, or one of many replicas. A corpus cannot grow. It is replaced when a new one would be twice
+    as large.
     """
     size = min(available, MOST_CORPUS)
     if generated >= size:

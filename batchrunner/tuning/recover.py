@@ -1,8 +1,8 @@
 """Recovery: diagnose a server's death, and choose arguments for the next start.
 
 `examine` diagnoses a death by the server's log, its exit status and the kernel's count of kills. `safer`
-names arguments that need less memory, by SGLang's tuning guides. The arguments depend on the phase in which
-memory ran out:
+names arguments that need less memory, by SGLang's tuning guides. They depend on the phase in which memory ran
+out:
 
 - in prefill: smaller chunks; in decode: fewer running requests; at graph capture: smaller graphs;
 - if the flag of the phase has no smaller value: a smaller fraction of the GPU's memory for the KV pool;
@@ -10,8 +10,8 @@ memory ran out:
 - on a CPU, where the size of the KV pool is a number of tokens: a smaller number;
 - if a hybrid model's states have no room: a larger pool for them, then fewer running requests.
 
-Advice proposes these arguments. A launched engine that died gets them from its `Healer`, which remembers
-the ones that worked.
+Advice proposes these arguments. If a server that the run started dies, its `Healer` restarts it with them,
+and remembers those that worked.
 """
 
 import logging
@@ -59,7 +59,8 @@ class EndedServer(NamedTuple):
     exit_code: int | None = None
     """Exit code of the server: 128 + the signal's number if a signal ended it; None while it runs."""
     oom_kills: int = 0
-    """Processes that the kernel has killed since the start, because the machine's memory ran out."""
+    """Number of processes that the kernel has killed since the start, because the machine's memory ran out.
+    """
 
 
 class Death(NamedTuple):
@@ -80,7 +81,7 @@ class Death(NamedTuple):
 
 
 def examine(ended: EndedServer, facts: Facts) -> Death:
-    """Find the cause of a server's death from its exit code and the `facts` in its log."""
+    """Find the cause of a server's death from its exit code and the facts in its log."""
     if last := facts.last_trouble:
         return Death(last.phase, unstamped(last.text)[:300], last.running)
     killed = ended.exit_code == KILLED or (facts.died is not None and facts.died.killed)
@@ -96,8 +97,8 @@ RUNNING = ("max-running-requests",)
 POOL = ("max-total-tokens", "mem-fraction-static")
 """Flags that set the size of the KV pool: on a CPU, and on a GPU."""
 GRAPHS = ("cuda-graph-max-bs-decode", *POOL)
-"""Flags to change after a failed capture. The pool shrinks too, because prefill may have graphs, and another
-failed capture would cost minutes."""
+"""Flags to change after CUDA graphs could not be captured. The KV pool shrinks too, because prefill may have
+graphs as well, and another failure would cost minutes."""
 STATES = ("mamba-full-memory-ratio", "max-mamba-cache-size")
 """Flags that set the size of a hybrid model's state pool. Which of the two applies depends on the server's
 arguments."""
@@ -122,7 +123,7 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     # memory.
     if death.kind == "killed" and not facts.on_cpu:
         return {}
-    # Flags of a state pool change by the sign "no-states", all other flags by the first sign.
+    # State pool flags react to the sign "no-states", all other flags to the first one.
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
     server = Server(facts, running=death.running, why=death.why)
     for group in FLAGS_AFTER.get(death.kind, ()):
@@ -136,8 +137,8 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
 
 
 MOST_CHANGES = 6
-"""Maximum number of changes of a server's arguments in one run, because each change costs a start of the
-server. Six allow three changes of the pool's fraction, two of the chunk size and one more."""
+"""Maximum number of changes of a server's arguments in one run, since each costs a restart. Six allow three
+changes of the KV pool's size, two of the chunk size and one more."""
 _HOPELESS = {
     "killed": "the machine, or the cgroup of this run, has too little memory",
     "load": "use more GPUs (tp-size), quantise (quantization: fp8), or use a GPU with more memory",
@@ -146,7 +147,7 @@ _HOPELESS = {
 
 
 class Healer:
-    """Chooses safer arguments after each death, and saves arguments that worked for later runs.
+    """Chooses safer server arguments after each death, and saves those that worked for later runs.
 
     The servers of one engine share a healer, so that no second server dies of the same cause.
     """
@@ -175,14 +176,13 @@ class Healer:
     def heal(self, name: str, ended: EndedServer) -> bool:
         """Store safer arguments in `args` after a server's death; return whether the next start may succeed.
 
-        If it may succeed, no row is to blame for the death.
+        If so, no row is to blame for the death.
         """
         facts, flags = read_server(ended)
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # The server was started before another server's death changed `args`, so the changed arguments may
-        # help this server too.
+        # The server lacks arguments that were changed after another server's death. They may help it too.
         if not self._had_all(ended.args):
             return True
         args = safer(death, facts, flags)
@@ -210,9 +210,9 @@ class Healer:
         return True
 
     def outlived(self, args: Mapping[str, Any]) -> None:
-        """Remember the changed arguments if a server that had all of them survived to the end of the run.
+        """Save the changed arguments for later runs, if `args` has all of them.
 
-        `args` are the arguments of that server.
+        `args` are the arguments of a server that survived to the end of the run.
         """
         newest = recall_safer_flags(self._memory)
         # Another server of the run may have recorded the same arguments.
@@ -226,7 +226,10 @@ class Healer:
 
 
 def read_server(server: EndedServer) -> tuple[Facts, Flags]:
-    """Read a server's facts and flags from its log. Arguments that the log lacks come from `server.args`."""
+    """Read a server's facts and flags from its log.
+
+    Arguments that the log lacks come from `server.args`.
+    """
     reader = LogReader()
     for line in server.lines:
         reader.take(line)

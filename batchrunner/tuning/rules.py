@@ -1,4 +1,4 @@
-"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source.
+"""The table of all rules of advice, with their sources, mostly SGLang's tuning guides.
 
 Rules on deaths come first, then the rules whose advice usually gains most. The module does no I/O.
 """
@@ -17,12 +17,12 @@ from batchrunner.tuning.situation import Certainty, Finding, Situation
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One piece of advice. If `change` is empty, the advice says that nothing has to change."""
+    """One piece of advice. An empty `change` means that nothing has to change."""
 
     rule: str
     """Name of the rule that gives the advice."""
     sign: str
-    """The sign that the rule found, in words: figures, share of the samples, time span."""
+    """What the rule observed, in words: figures, fraction of the load samples, time span."""
     change: str = ""
     """The change in words: a flag as the installed version spells it, or a field of the job."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Advice:
     certainty: Certainty = "medium"
     """Certainty that the change helps: `high`, `medium` or `low`."""
     evidence: dict[str, Any] = field(default_factory=dict)
-    """The figures behind the sign. The names of the figures contain the units."""
+    """The figures behind the observation. Their names contain the units."""
     env: dict[str, str] = field(default_factory=dict)
     """The change as `engine.env`, if a variable of the environment is to be changed."""
 
@@ -56,19 +56,19 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of advice, which is also an entry of the list of rules in the docs."""
+    """One rule of advice, also listed in the docs."""
 
     name: str
     sign: str
-    """The sign with its thresholds in words, for the docs."""
+    """The observation that the rule reacts to, with thresholds, in words for the docs."""
     judge: Callable[[Situation, Flags], Finding | None]
-    """Returns what the rule finds in a situation; None if the situation does not show the sign."""
+    """Returns the finding for a server's load and setup; None if the rule does not apply."""
     effect: str
     """The expected gain of the change in words."""
     flag: str = ""
     """The flag whose next value in `FLAGS` is the advice; empty for other advice."""
     on: str = ""
-    """Name of the sign in `FLAGS` that calls for the flag."""
+    """Name of the observation (sign) in `FLAGS` that calls for the flag."""
     other: str = ""
     """Advice other than the flag's next value, for the docs."""
     source: str = ""
@@ -82,7 +82,7 @@ class Rule:
 
     @property
     def move(self) -> Move | None:
-        """The change that `FLAGS` lists for `flag` and the sign `on`; None without a flag."""
+        """The change of `flag` that the table `FLAGS` lists for `on`; None without a flag."""
         return FLAGS[self.flag].moves[self.on] if self.flag else None
 
     @property
@@ -91,7 +91,7 @@ class Rule:
         return self.move.cost if self.move else self.cost
 
     def apply(self, situation: Situation, flags: Flags) -> Advice | None:
-        """Return the advice of this rule; None if it finds nothing or its flag does not fit the server."""
+        """Return the advice of this rule; None if it finds nothing, or its flag does not fit the server."""
         server = situation.server
         if self.flag and not FLAGS[self.flag].fits(self.on, server):
             return None
@@ -99,10 +99,9 @@ class Rule:
         if finding is None:
             return None
         if finding.fine:
-            # Nothing has to change.
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
-        # The finding has no change of its own, so the next value of the rule's flag is advised.
+        # Without a change of its own, the finding stands for the next value of the rule's flag.
         if self.flag and finding.args is None and not finding.change:
             args = next_setting(self.on, self.flag, server, flags)
         change = finding.change or command_line(args)
@@ -134,7 +133,8 @@ _LOAD_RULES = (
     "pool-small",
     "pages-large",
 )
-"""Rules whose advice depends on the load or divides memory differently. It is void if memory ran out."""
+"""Rules whose advice is void if memory ran out, because it depends on the load or on the division of memory.
+"""
 _CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile", "answers-repeat")
 """Rules whose advice is void if the memory of a GPU ran out."""
 SILENCES: dict[str, tuple[str, ...]] = {
@@ -162,19 +162,19 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "tensor-parallel": ("expert-parallel", "dp-attention"),
     "dp-attention": ("data-parallel",),
 }
-"""Conflicts between rules: the advice of a rule suppresses the advice of the rules listed for it. The
-suppressed advice would undo the first, or set the same flag differently. After an out-of-memory error, no
-advice may take more memory. Unused memory goes to the advice that needs it most. Only one thing is changed at
-a time. Entries apply in order, and a suppressed rule suppresses no other rule."""
+"""Conflicts between rules: the advice of a rule suppresses that of the rules listed for it. The suppressed
+advice would undo the first, or set the same flag to another value. After an out-of-memory error, no advice
+may take more memory. Unused memory goes to the advice that needs it most. Only one thing is changed at a
+time. Entries apply in order, and a suppressed rule suppresses no other rule."""
 
 
 OFTEN = "often"
-"""Word in the texts of RULES. It means that at least 25% of at least 8 load samples over at least 10 s show a
-sign (`frequent`, `samples` and `span_s` of `Thresholds`)."""
+"""Word in the texts of RULES: at least 25% of the load samples show it, with at least 8 samples over at least
+10 s (`frequent`, `samples` and `span_s` of `Thresholds`)."""
 
 
 def _safer_values(kind: Phase | Kind) -> str:
-    """Return advice to change the flags that recovery changes after a death, in the same order."""
+    """Return advice in words to change the flags that recovery changes after a server's death."""
     groups = [" and ".join(f"`--{name}`" for name in names) for names in FLAGS_AFTER[kind]]
     return f"a safer value of {', then of '.join(groups)}"
 
@@ -569,7 +569,7 @@ DEATHS = frozenset(
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
-    """Return the advice of all rules: first changes, then optional changes, then signs that all is well.
+    """Return the advice of all rules: first changes, then optional changes, then what is fine.
 
     A change is left out if it conflicts with a change that takes precedence; see SILENCES.
     """

@@ -1,6 +1,6 @@
-"""The search of `batchrun tune`: all changes that the signs call for at once, then one flag at a time.
+"""The search of `batchrun tune`: first all promising changes of flags at once, then one flag at a time.
 
-The search is pure: it yields requests for trials and receives their results. Equal results lead to equal
+The search does no I/O: it yields requests for trials and receives their results. Equal results lead to equal
 requests, so a search can resume from stored results.
 """
 
@@ -19,12 +19,12 @@ from batchrunner.tuning.measurement import LEAST_GAIN, Incumbent, TrialResult, T
 from batchrunner.tuning.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 
 GUESS = 0.05
-"""Assumed standard deviation of a trial's log speed before any repetition. A shared machine of two cores
-shows 5 %. A machine without other users shows about 1 %, which a few repetitions reveal."""
+"""Assumed standard deviation of a trial's log speed before any repetition. It is about 5 % on a shared
+machine of two cores, and about 1 % on a machine without other users."""
 GUESS_WEIGHT = 4
 """Weight of the assumed deviation GUESS, in degrees of freedom: it counts like four repeated trials."""
 MOST_TURNS = 3
-"""Maximum number of trials of each of two settings that are compared."""
+"""Maximum number of trials of each setting in a comparison of two."""
 SAME_WORK = 0.01
 """Two trials did the same work if their passes and batches differ by at most this fraction."""
 _T95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761)
@@ -32,7 +32,7 @@ _T95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.
 on the safe side."""
 
 RaceVerdict = Literal["faster", "no faster", "again"]
-"""Result of a comparison of two settings; `again` calls for further trials."""
+"""Result of a comparison of two settings. `again` means that further trials are needed."""
 
 
 def compare(
@@ -49,11 +49,11 @@ def compare(
     text has the confidence interval of the ratio. The verdict is "again" while the difference is unclear.
     After MOST_TURNS trials of each setting, an unproved challenger is "no faster".
 
-    `more_per_pass` tells that the challenger also produced more output per forward pass, a count without
-    measurement noise. Then a mean gain above `worth` is enough, and each setting gets at most two trials.
+    `more_per_pass` says that the challenger also generated more output per forward pass, a count without
+    noise. Then a mean gain above `worth` is enough, and each setting gets at most two trials.
     """
     deviation, freedom = spread
-    # Differences of logarithms stand for ratios of speeds. The interval is that of Student's t-test.
+    # Logarithms turn ratios of speeds into differences. The interval is that of Student's t-test.
     gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))
     half_width = _quantile(freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
     low, high = gain - half_width, gain + half_width
@@ -73,9 +73,9 @@ def compare(
 def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
     """Return the standard deviation of one trial's log speed, and its degrees of freedom.
 
-    `settings` has the speeds of each setting's trials. The deviation is pooled over all settings, together
-    with the assumption GUESS, which counts as GUESS_WEIGHT further degrees of freedom. A setting with only
-    one trial adds nothing.
+    `settings` has the speeds of each setting's trials. The deviation is pooled over all settings and the
+    assumption GUESS, which counts as GUESS_WEIGHT degrees of freedom. A setting with only one trial adds
+    nothing.
     """
     total, freedom = GUESS_WEIGHT * GUESS**2, GUESS_WEIGHT
     for speeds in settings:
@@ -89,9 +89,8 @@ def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
 def margin_to_stop(spread: tuple[float, int]) -> float:
     """Return the fraction by which a trial may fall behind the best before it is stopped.
 
-    It is three times the noise of a difference, which is √2 times the noise of one trial. The fraction is at
-    least a fifth, because the rows that have ended so far are a less exact measure than a whole trial. It is
-    at most a half.
+    It is three times the noise of a difference of two trials. It is at least a fifth, because the rows so far
+    are a less exact measure than a whole trial, and at most a half.
     """
     return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
 
@@ -123,13 +122,13 @@ def _quantile(freedom: int) -> float:
 
 
 FAILED_MORE = 0.01
-"""A challenger is safe if its share of failed rows exceeds that of the best setting by at most this. It is
-not 0, because trials do not answer the same rows."""
+"""A setting is safe if its fraction of failed rows exceeds that of the best one by at most this. It is not 0,
+because trials do not answer the same rows."""
 MOST_MISSES = 2
-"""Maximum number of changes without a gain, one after the other, before the search leaves a flag."""
+"""After this many changes of a flag without a gain, one after the other, the search goes on with the next
+flag."""
 TOGETHER = Flag("together", {})
-"""Stands for all flags whose signs the best trial shows: they are changed together, except flags that need a
-GPU."""
+"""Stands for all promising flags at once, except those that need a GPU."""
 
 
 @dataclass(slots=True)
@@ -138,11 +137,11 @@ class FlagSetting:
 
     args: Args
     replicas: int
-    """Number of replicas with these flags for which the GPUs suffice. A trial measures one of them."""
+    """Number of replicas with these flags that fit on the GPUs. A trial measures one of them."""
     results: list[TrialResult] = field(default_factory=list)
     """Results of the trials, the oldest first."""
     verdict: str = ""
-    """Result of the race against the best setting, in words; empty before the race has ended."""
+    """Result of the comparison with the best setting, in words; empty until it has ended."""
 
     @property
     def speeds(self) -> list[float]:
@@ -151,7 +150,7 @@ class FlagSetting:
 
     @property
     def newest(self) -> TrialResult:
-        """The last trial's result."""
+        """The result of the last trial."""
         return self.results[-1]
 
 
@@ -196,7 +195,8 @@ class Search:
             for tuned_flag in (TOGETHER, *self._tuned_flags):
                 improved |= yield from self._tune(tuned_flag)
         self.reason = "no change of a flag is faster"
-        # Each change beat only the setting before it, so the last one must also beat the job's own flags.
+        # Each change was compared only with the setting before it. So the last one is compared with the job's
+        # own flags too.
         while self._beats_own() == "again":
             less_tried = min(self.best, self.own, key=lambda setting: len(setting.results))
             yield from self._try(less_tried, "the best and the job's own flags, in turn", None)
@@ -207,7 +207,7 @@ class Search:
         return self.best if self._beats_own() == "faster" else self.own
 
     def _beats_own(self) -> RaceVerdict:
-        """Tell whether the best is faster than the job's own flags, by all trials of both."""
+        """Tell whether the best setting is faster than the job's own flags, by all trials of both."""
         if self.best is self.own:
             return "no faster"
         # The job's own flags failed in their last trial, so the best flags win.
@@ -222,7 +222,7 @@ class Search:
         return verdict
 
     def _tune(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
-        """Try changes of a flag until MOST_MISSES in a row fail; return whether the best changed."""
+        """Try changes of a flag until several bring no gain; return whether the best setting changed."""
         improved, misses = False, 0
         while misses < MOST_MISSES and (change := self._next_change(tuned_flag)) is not None:
             won = yield from self._try_change(change, tuned_flag)
@@ -277,7 +277,7 @@ class Search:
         return args
 
     def _missing(self, change: FlagChange) -> str:
-        """Return the first flag of a change that this version of SGLang lacks; empty if it lacks none."""
+        """Return the first flag of a change that this version of SGLang lacks; empty if it has all."""
         for name, value in change.args.items():
             if not self._machine.flags.setting(name, value):
                 return command_line({name: value})
@@ -286,12 +286,12 @@ class Search:
     def _race(
         self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
-        """Try a setting, then the best setting and this one in turn; return whether this one is faster."""
-        # Of the best setting's earlier trials, only the last one is compared; the others are skipped.
+        """Run trials of a setting and of the best one in turn; return whether the new one is faster."""
+        # Of the best setting's earlier trials, only the last one takes part in the comparison.
         skipped = len(self.best.speeds) - 1
         yield from self._try(setting, change.why, self._incumbent(setting))
         while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[skipped:])) is None:
-            # The setting with fewer trials in this race runs next; on a tie, the best setting does.
+            # The setting with fewer trials in this comparison runs next; on a tie, the best one.
             if len(self.best.speeds) - skipped <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
@@ -309,7 +309,7 @@ class Search:
         setting.results.append(result)
 
     def _incumbent(self, setting: FlagSetting) -> Incumbent:
-        """Return the speed that one replica with `setting` must beat, for `setting` to become the best."""
+        """Return the speed that one replica with `setting` must exceed to become the best."""
         best = self.best.replicas * self.best.newest.tokens_per_s / setting.replicas
         return Incumbent(best, margin_to_stop(self._noise()))
 
@@ -321,7 +321,7 @@ class Search:
     ) -> tuple[bool, str] | None:
         """Return whether `setting` is better than the best setting, and why; None while that is undecided."""
         newest, best = setting.newest, self.best.newest
-        # The first cases are clear without a comparison of speeds.
+        # These cases are clear without a comparison of speeds.
         if newest.ended == "died":
             return False, f"unsafe: {newest.why}"
         if newest.ended == "behind" or not newest.tokens_per_s:
@@ -339,20 +339,20 @@ class Search:
             best_speeds,
             self._noise(),
             more_per_pass=only_schedules and more_per_pass(newest.signs, best.signs),
-            # `worth` matters only if passes have become fuller. The gain of a small step is below the noise
-            # of measured speeds, so even an apparent loss of up to LEAST_GAIN is accepted for such a flag.
+            # A small step gains less than the noise. If passes have become fuller, it is accepted even with
+            # an apparent loss of up to LEAST_GAIN.
             worth=-LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN,
         )
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 
 
 def _only_schedules(args: Args) -> bool:
-    """Tell whether flags only schedule rows, so that more output per pass means more speed."""
+    """Tell whether flags only change the scheduling of rows. Then more output per pass means more speed."""
     return all(name in FLAGS and FLAGS[name].schedules for name in args)
 
 
 def key_of(args: Args) -> bytes:
-    """Return a key that is the same for equal settings."""
+    """Return the same key for equal settings."""
     return orjson.dumps(args, option=orjson.OPT_SORT_KEYS, default=str)
 
 

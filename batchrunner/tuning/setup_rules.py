@@ -1,4 +1,4 @@
-"""Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
+"""Rules of advice on a server's setup: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
 Each rule is a pure function. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
 """
@@ -28,7 +28,7 @@ def metrics_off(situation: Situation, flags: Flags) -> Finding | None:
         "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
         "enable_cache_report": "cached tokens of each chat answer",
     }
-    # An argument that the server does not report is None, not False, so it does not count as off.
+    # An unreported argument is None, not False, so it does not count as off.
     disabled = {name for name in contents if situation.facts.arguments.get(name) is False}
     if situation.facts.metrics is False:
         disabled.add("enable_metrics")
@@ -137,7 +137,7 @@ def shared_prefixes(situation: Situation, flags: Flags) -> Finding | None:
     queue, limit = situation.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
         reading += f"; above {limit:.0f} waiting requests, lpm does not look for common prefixes"
-    # The flag would not help if lpm is on already or unknown, or if the queue is too long for lpm.
+    # The flag would not help if lpm is already on or unknown, or if the queue is too long for lpm.
     if policy in {"lpm", None} or queue >= limit:
         change = "send requests that begin alike one after another, as batchrun does"
         return Finding(reading, args={}, change=change, evidence=evidence)
@@ -161,7 +161,7 @@ def host_cache(situation: Situation, _: Flags) -> Finding | None:
 
 
 def attention_backend(situation: Situation, _: Flags) -> Finding | None:
-    """Detect a general-purpose attention backend on a GPU for which SGLang has a better one."""
+    """Detect a general-purpose attention backend on a GPU for which SGLang has a faster one."""
     backend = situation.facts.arguments.get("attention_backend")
     if backend not in _GENERAL or backend in best_backends(situation.facts)[:1]:
         return None

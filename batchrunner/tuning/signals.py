@@ -1,8 +1,8 @@
-"""Signs of a server's load: their thresholds and their wording. The module does no I/O.
+"""What counts as a full, idle or overloaded server: the signs of its load, with their thresholds. No I/O.
 
-A function below tells whether one reading of a scheduler's load shows a sign. The sign is frequent if at
-least a quarter of the readings show it (`is_frequent`). The concurrency law, advice, flag tuning during a run
-and `batchrun tune` all call these functions, so they never disagree.
+A sign is an observation in one reading of a scheduler's load, such as an empty queue. It is frequent if at
+least a quarter of the readings show it. The concurrency limits, advice, flag tuning during a run and
+`batchrun tune` share these definitions, so they never disagree.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Thresholds:
-    """Thresholds of the signs. "The guides" are SGLang's tuning guides. Tests change some values."""
+    """Thresholds for a server's load, mostly from SGLang's tuning guides. Tests change some values."""
 
     frequent: float = 0.25
-    """A sign is frequent if at least this fraction of the readings show it. SGLang's guides only say
-    "frequently"."""
+    """An observation is frequent if at least this fraction of the load samples show it. SGLang's guides only
+    say "frequently"."""
     span_s: float = 10.0
     """Minimum number of seconds of work that the load samples must cover for advice."""
     samples: float = 8
@@ -39,19 +39,18 @@ class Thresholds:
     usage_good: float = 0.9
     """Minimum token usage at which the KV pool counts as well used, by SGLang's guides."""
     peaks: float = 0.1
-    """Memory is the limit if the KV pool is full in at least this fraction of the samples. It need not be
-    full all the time, because outputs that begin together end together, so that token usage comes in
-    waves."""
+    """Memory is the limit if the KV pool is full in at least this fraction of the load samples. It is not
+    full all the time, because outputs that begin together also end together."""
     retractions_per_min: float = 1.0
     """Maximum number of retractions per minute that is fine. SGLang's guides say "about one"."""
     overfull: float = 3.0
-    """The KV pool is overfull from this count of recent retractions on. The count halves each minute. At one
-    retraction a minute the count averages 1.4, and two retractions in a row are no pattern yet."""
+    """The KV pool is overfull if the count of recent retractions is at least this. The count halves each
+    minute. At one retraction a minute it averages 1.4, and two retractions in a row are no pattern yet."""
     recomputed: float = 0.25
-    """Running fewer requests may pay if at least this fraction of the generated tokens is lost to
-    retractions. With fewer requests, a real SGLang was slower at a loss of 21 %, and no faster at 1 %
-    (benchmarks/results/advice.json). Retractions cost little, because a prefill computes the lost tokens
-    again, which is cheaper than decoding, and SGLang itself admits fewer requests after each retraction."""
+    """Running fewer requests may pay if retractions lose at least this fraction of the generated tokens.
+    Retractions cost little: a prefill computes the lost tokens again, and SGLang itself admits fewer requests
+    after each retraction. With fewer requests, a real SGLang was slower at a loss of 21 %, and no faster at 1
+    % (benchmarks/results/advice.json)."""
     memory_low_gb: float = 5.0
     """Minimum `available_gpu_mem` of a ready server, by SGLang's guides. With less, memory may run out."""
     memory_good_gb: float = 6.5
@@ -62,8 +61,8 @@ class Thresholds:
     at_cap: float = 0.95
     """`max_running_requests` counts as reached if running requests are at least this fraction of it."""
     far_below: float = 0.5
-    """Few requests run if fewer than this fraction of `max_running_requests` do. SGLang's guides expect a
-    number "close to" it."""
+    """Few requests run if they are fewer than this fraction of `max_running_requests`. SGLang's guides expect
+    a number "close to" it."""
     short_output: float = 0.5
     """SGLang reserves too much memory if the mean output is below this fraction of `max_new_tokens`."""
     graph_batch: float = 512
@@ -73,7 +72,7 @@ class Thresholds:
     On an H200, a decode pass of SmolLM2-135M with about 2,000 rows takes 23 to 28 ms with a graph, and 53 to
     96 ms without. SGLang's issue 33483 reports a factor of four on an L40."""
     launched_gb: float = 2.0
-    """A model whose weights take at most this many GB has kernels that take less time than their launch."""
+    """If a model's weights take at most this many GB, its kernels take less time than their launch."""
     graph_batch_tp: float = 768
     """A CUDA graph matters for batches of at most this many requests, if the tensor parallelism is 4 or
     more."""
@@ -125,7 +124,7 @@ class Gauges(Protocol):
 
 
 def is_full(load: Gauges) -> bool:
-    """Tell whether the KV pool is full enough, so that a larger share in use would gain nothing."""
+    """Tell whether the KV pool is so full that a fuller pool would gain nothing."""
     return load.usage >= GUIDES.usage_good
 
 
@@ -146,9 +145,8 @@ def is_at_cap(load: Gauges) -> bool:
 def fills_states(load: Gauges) -> bool:
     """Tell whether a hybrid model's state pool has no room for more requests.
 
-    SGLang may limit `max_running_requests` to the number of states in the pool. So the pool also counts as
-    full if this limit is reached and the pool has room for no more. `running / state_usage` estimates that
-    room.
+    SGLang may set `max_running_requests` to the number of states in the pool. So the pool also counts as full
+    if that limit is reached and no more states fit. `running / state_usage` estimates how many fit.
     """
     if load.state_usage >= GUIDES.usage_good:
         return True
@@ -215,13 +213,13 @@ SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
     "no_graph_tp": lambda s: _lacks_graph(s, GUIDES.graph_batch_tp),
     "small_batch": lambda s: s.running <= GUIDES.small_batch,
 }
-"""The test of a sample for each sign. A test returns None if the sign does not apply to the sample."""
+"""For each sign, the test whether a load sample shows it; None if the sign does not apply."""
 
 
 def share(samples: Iterable[LoadSample], sign: str) -> float:
-    """Return the fraction of the samples that show a sign; 0 if the sign applies to none of them.
+    """Return the fraction of the load samples that show a sign.
 
-    Samples to which the sign does not apply are left out.
+    Samples to which the sign does not apply are left out. If none remain, the result is 0.
     """
     shows = SIGNS[sign]
     results = [result for sample in samples if (result := shows(sample)) is not None]
@@ -229,17 +227,17 @@ def share(samples: Iterable[LoadSample], sign: str) -> float:
 
 
 def is_frequent(share_of_readings: float) -> bool:
-    """Tell whether a sign is frequent, from the share of the readings that show it."""
+    """Tell whether a sign is frequent, from the fraction of the readings that show it."""
     return share_of_readings >= GUIDES.frequent
 
 
 def has_enough(series: Series) -> bool:
-    """Tell whether there are enough samples over enough time to judge."""
+    """Tell whether there are enough load samples, over enough time, to judge a server."""
     return series.counted >= GUIDES.samples and series.busy_s >= GUIDES.span_s
 
 
 def frequent(series: Series, sign: str) -> bool:
-    """Tell whether a sign is frequent in enough samples."""
+    """Tell whether a sign is frequent, and was judged on enough load samples."""
     return has_enough(series) and is_frequent(share(series.samples, sign))
 
 
@@ -249,14 +247,14 @@ def retracts_often(per_min: float) -> bool:
 
 
 def is_overfull(recent_retractions: float) -> bool:
-    """Tell whether the KV pool is overfull, by a count of retractions that halves each minute."""
+    """Tell whether the KV pool is overfull. The count of recent retractions halves each minute."""
     return recent_retractions >= GUIDES.overfull
 
 
 def admits_too_few(*, share_held: float, retracts: bool) -> bool:
     """Tell whether the server admits too few requests: it often holds them back, and retracts few.
 
-    `share_held` is the share of the readings in which the server holds requests back (`holds_back`).
+    `share_held` is the fraction of the readings in which requests queue although there is room.
     """
     return is_frequent(share_held) and not retracts
 
@@ -281,7 +279,7 @@ def span_in_words(series: Series) -> str:
 
 
 class Corner(StrEnum):
-    """Load state of a scheduler that users see. The event log and report.json contain the values."""
+    """Load state of a scheduler, as users see it. The event log and report.json contain the values."""
 
     SHORT = "short"
     FULL = "full"
@@ -297,17 +295,17 @@ class Corner(StrEnum):
 
     @property
     def meaning(self) -> str:
-        """Clause on the consequence of the load state. In the event log it follows the figures."""
+        """What the load state means for the user, as a clause that follows the figures in the event log."""
         return _WORDS[self][1]
 
 
 def corner_of(load: Gauges, *, overfull: bool, share_held: float) -> Corner | None:
-    """Return the load state of a scheduler whose window is in use; None if no state fits.
+    """Return the load state of a scheduler whose concurrency limit is used; None if no state fits.
 
-    `overfull` tells whether the KV pool retracts requests often. `share_held` is the share of the readings in
-    which the server holds requests back.
+    `overfull` tells whether requests are often retracted. `share_held` is the fraction of the readings in
+    which requests queue although there is room.
     """
-    # Several states may fit; the tests are in the order of precedence.
+    # Several states may fit. The first one counts.
     if overfull:
         return Corner.FILLING
     if admits_too_few(share_held=share_held, retracts=overfull):
@@ -368,4 +366,4 @@ FLAG_SIGNS = {
     "cache-off": "the prefix cache is off, and prompts share prefixes",
     "small-model": "a small model runs small batches",
 }
-"""Wording of the signs that call for a flag, keyed by their names in the table of flags."""
+"""Observations (signs) that call for a change of a flag, in words, by their names in the table of flags."""

@@ -1,4 +1,4 @@
-"""The situation that advice judges: the load, the server and, for a run, the runner's activity."""
+"""What advice is based on: a server's load and setup and, for a run, the runner's activity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -38,18 +38,17 @@ LONGEST_LINE = 160
 
 @dataclass(slots=True)
 class ClientActivity:
-    """The runner's settings, and its activity while the queue of the engine was empty."""
+    """The runner's settings, and what it did while the engine's queue was empty."""
 
     empty: int = 0
     """Number of load samples with an empty queue while rows were still unsent."""
     at_window: int = 0
-    """Number of the samples with an empty queue (`empty`) in which at least 90 % of the window was in
-    flight."""
+    """Number of those samples (`empty`) in which the concurrency limit was reached to at least 90 %."""
     on_way: int = 0
-    """Number of the samples with a full window (`at_window`) in which most requests in flight had not reached
-    the scheduler yet."""
+    """Number of those samples (`at_window`) in which most requests were still on their way to the scheduler.
+    """
     resting: int = 0
-    """Number of the samples with an empty queue (`empty`) in which the window had room and rows waited for a
+    """Number of samples with an empty queue (`empty`) in which more rows could be sent, but waited for a
     retry."""
     window: str | int = "auto"
     """The job's field `window`: the concurrency limit in requests, or "auto"."""
@@ -70,7 +69,6 @@ class ClientActivity:
     order: str = "auto"
     """The job's `order` of rows."""
     simulated: bool = False
-    """Whether the engine is simulated."""
     decodes: bool = True
     """Whether the job's task generates tokens. If not, token usage says nothing."""
     longest_output: int | None = None
@@ -95,7 +93,7 @@ class ClientActivity:
 
     @property
     def output_share(self) -> float | None:
-        """Mean output length as a share of `max_new_tokens`, from 0 to 1; None if either is unknown."""
+        """Mean output length as a fraction of `max_new_tokens`; None if either is unknown."""
         if not self.outputs or not self.max_new_tokens:
             return None
         return self.output_tokens / self.outputs / self.max_new_tokens
@@ -134,7 +132,7 @@ class Situation:
 
     @property
     def is_judged(self) -> bool:
-        """Whether advice is possible. A run needs a real, not simulated, engine and enough steady work."""
+        """Whether advice is possible: a run needs a real engine (not simulated) and enough steady work."""
         return self.client is None or (has_enough(self.load) and not self.client.simulated)
 
     @property
@@ -151,7 +149,7 @@ class Situation:
             running=self.load.median("running"),
             usage=self.load.median("usage"),
             decodes=self.decodes,
-            # The mean is generated tokens per prompt, because the log has no lengths of outputs.
+            # The log has no output lengths, so the mean is the generated tokens per prompt.
             output_tokens=self.decoded / max(1, self.log.prefills.prompts),
             longest_output=self.client.longest_output if self.client else None,
             shared=self._shared,
@@ -165,7 +163,7 @@ class Situation:
     def _shared(self) -> float | None:
         """Fraction of the prompt tokens that the prefix cache serves or could serve; None if unknown.
 
-        The share that the cache serves counts only if it was measured on enough prompts.
+        The measured fraction counts only if there were enough prompts.
         """
         possible_share = self.client.possible_share if self.client else None
         prefills = self.log.prefills
@@ -207,12 +205,12 @@ class Situation:
 
     @property
     def fills_up(self) -> bool:
-        """Whether the KV pool is full repeatedly, but not necessarily all the time."""
+        """Whether the KV pool is full again and again, maybe not all the time."""
         return share(self.load.samples, "full") >= GUIDES.peaks
 
     @property
     def reserved_share(self) -> float:
-        """Share of the KV pool that SGLang reserves for outputs; 0 without `ignore_eos`, or if unknown."""
+        """Fraction of the KV pool that SGLang reserves for outputs; 0 without `ignore_eos`, or if unknown."""
         pool_tokens = self.facts.ready.max_total_num_tokens if self.facts.ready else None
         if self.client is None or not self.client.ignore_eos or not pool_tokens:
             return 0.0
@@ -254,7 +252,7 @@ class Situation:
         return f"in {share(self.load.samples, sign):.0%} of {span_in_words(self.load)}"
 
     def evidence(self, *signs: str) -> dict[str, Any]:
-        """Return figures of the load, and the share of the samples that show each sign, for `--json`."""
+        """Return figures of the load, and the fraction of the samples that show each sign, for `--json`."""
         shares = {f"{sign}_share": round(share(self.load.samples, sign), 4) for sign in signs}
         return {
             "samples": self.load.counted,
@@ -277,16 +275,13 @@ def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule of advice says about a server or a run: the sign of a problem, and the change to make.
-
-    A sign is an observation, such as "no CUDA graph ran".
-    """
+    """What a rule of advice says about a server or a run: the observation, and the change to make."""
 
     sign: str
     """The observation in words."""
     args: dict[str, Any] | None = None
-    """Server flags for `engine.args`; None means the next value of the rule's flag. If there are neither
-    flags nor a `change`, the rule gives no advice."""
+    """Server flags for `engine.args`; None means the next value of the rule's flag. Without flags and
+    `change`, the rule gives no advice."""
     change: str = ""
     """The change in words; empty if `args` say it all."""
     evidence: dict[str, Any] = field(default_factory=dict)

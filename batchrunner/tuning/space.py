@@ -1,8 +1,8 @@
-"""Flag changes that `batchrun tune` tries, chosen by the load signs of the best trial.
+"""Chooses the flag changes that `batchrun tune` tries, from the load in the best trial.
 
-A flag is tried only if a sign in the table of flags (`FLAGS`) calls for it and the best trial shows this
-sign. Otherwise a note says so. SGLang's tuning guides begin with the queue length. No flag sets it: the
-runner controls the queue by its concurrency limit.
+The table `FLAGS` lists for each flag the observations (signs) that call for a change. A flag is tried only if
+the best trial shows one of them. Otherwise a note says so. No flag sets the queue length, which the runner
+controls by its concurrency limit.
 """
 
 import math
@@ -45,7 +45,7 @@ class Machine:
     replicas: int = 1
     """Number of replicas that the job itself asks for."""
     says_tp: bool = False
-    """Whether the job sets `engine.tp`, which stands for `--tp-size`."""
+    """Whether the job sets `--tp-size` by its field `engine.tp`."""
     allow_fp8: bool = False
     """Whether smaller number types may be tried, which change answers: 8-bit weights and KV cache, 16-bit
     states."""
@@ -64,7 +64,7 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     cpu = on_cpu(engine.device)
     gpu_cards = [] if cpu else cards()
     config = read_config(engine.model, engine.args.get("revision"))
-    # Engines that already run have no field `replicas`.
+    # An engine that already runs has no field `replicas`.
     gpus_a_replica, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
     # Count the GPUs that the job's environment allows, or all GPUs of the machine.
     gpu_count = 0 if cpu else len(gpus(engine.env)) or len(gpu_cards)
@@ -92,10 +92,10 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
 Args = dict[str, Any]
 """Flags of the server and their values, as in `engine.args`."""
 PASS_IS_FULL = 0.6
-"""If the mean prefill pass has at least this fraction of the prefill chunk, the chunk size limits prefill.
-The fraction is below 1, because the last pass of a prompt is short."""
+"""The chunk size limits prefill if a mean prefill pass has at least this fraction of a chunk. It is below 1,
+because the last pass of a prompt is short."""
 GRAPH_OFF_OFTEN = 0.1
-"""Minimum fraction of the decode passes without a CUDA graph at which larger graphs are tried."""
+"""Larger CUDA graphs are tried if at least this fraction of the decode passes ran without one."""
 
 
 def server_of(result: TrialResult, machine: Machine) -> Server:
@@ -131,11 +131,11 @@ class FlagChange:
     args: Args
     """Flags to change, with their new values."""
     why: str
-    """Sign that calls for the change, with its figures, in words."""
+    """The observation that calls for the change, with its figures, in words."""
 
 
 def _holds_back(signs: TrialSigns) -> bool:
-    """Tell whether the server holds requests back often, and retracts few."""
+    """Tell whether the server often queues requests although it has room, and retracts few."""
     held_share, retracts = signs.shares.get("conservative", 0.0), retracts_often(signs.retractions_per_min)
     return admits_too_few(share_held=held_share, retracts=retracts)
 
@@ -171,9 +171,9 @@ SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "speculates": lambda _, v: bool(v.facts.arguments.get("speculative_algorithm")),
     "wide-numbers": lambda _, __: True,
 }
-"""For each sign that calls for a flag, a test of whether a trial shows the sign."""
+"""For each observation (sign) that calls for a flag, the test whether a trial shows it."""
 TUNED_FLAGS = tuple(flag for flag in FLAGS.values() if SEEN.keys() & flag.moves.keys())
-"""Flags for which a trial can show a sign that calls for a change."""
+"""Flags that trials may show to need a change."""
 
 
 def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChange] | str:
@@ -209,8 +209,8 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
 
 
 def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[Args]:
-    """Return the settings to try for a value of a flag, each with the flags that must change with it."""
-    # Each GPU may hold a slice of every expert, or some experts whole, so both are tried.
+    """Return the combinations to try for a value of a flag, with the flags that must change with it."""
+    # With a mixture of experts, each GPU may hold a slice of every expert or some whole experts. Try both.
     if flag.name == "tp-size" and server.facts.is_moe:
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
     others = beside(flag.name, value, server)

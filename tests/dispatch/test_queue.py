@@ -46,12 +46,14 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
     assert queue.take(b) is large[1]
     assert queue.take(a) is small[1]
     servers.acquire_slot(0.0, wants=lambda route: route is b)
+    assert queue.take(b) is None
+    queue.release(b)
     assert [queue.take(b) for _ in range(3)] == [large[2], large[3], None]
     assert not queue.has_for(b)
     assert queue.take(a) is large[0]
 
 
-def test_groups_alternate_among_moved_rows() -> None:
+def test_one_moved_row_of_a_group_goes_first() -> None:
     """Rows of one group in the same pass would each compute the prefix, which the new route does not have."""
     sent, one, two = families = family(0, 6), family(10, 2), family(20, 2)
     a, b = servers = routes(a=1, b=1)
@@ -63,7 +65,24 @@ def test_groups_alternate_among_moved_rows() -> None:
     assert queue.take(a) is sent[0]
     sent[0].route = a
     assert queue.take(b) is sent[5]  # and with it half of what is kept for the other route
-    assert [queue.take(b) for _ in range(4)] == [one[0], two[0], one[1], two[1]]
+    assert [queue.take(b) for _ in range(2)] == [one[0], two[0]]
+    assert queue.take(b) is None
+    queue.release(b)
+    assert [queue.take(b) for _ in range(2)] == [one[1], two[1]]
+
+
+def test_rows_that_move_back_are_sent_at_once() -> None:
+    """The route of their group still has the prefix."""
+    rows = family(0, 9)
+    a, b = servers = routes(a=1, b=1)
+    queue = DispatchQueue(servers)
+    home(rows, a)
+    for row in rows:
+        queue.add(row)
+    assert queue.take(a) is rows[0]
+    assert queue.take(b) is rows[5]
+    queue.release(b)
+    assert [queue.take(a) for _ in range(6)] == [*rows[1:5], *rows[7:]]
 
 
 def test_few_rows_wait_for_their_own_route() -> None:
@@ -75,7 +94,9 @@ def test_few_rows_wait_for_their_own_route() -> None:
     for row in rows:
         queue.add(row)
     assert queue.take(a) is rows[0]
-    assert [queue.take(b) for _ in range(4)] == [*rows[3:], None]  # 5 were kept, a quarter of 20; then 2
+    assert queue.take(b) is rows[3]  # 5 were kept, a quarter of 20; then 2
+    queue.release(b)
+    assert [queue.take(b) for _ in range(3)] == [*rows[4:], None]
     assert not queue.has_for(b)
 
 

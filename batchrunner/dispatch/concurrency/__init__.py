@@ -1,5 +1,5 @@
-"""Concurrency limits (windows): how many requests each route (a server or gateway) may have in flight.
+"""Concurrency limits (windows): how many requests each server or gateway may have in flight.
 
 Other packages import `ConcurrencyLimits` (limits.py: all schedulers of an engine) and `Decision` (law.py: a
-change of a window). A `Controller` (law.py) resizes the window of one scheduler by the concurrency law.
+change of a limit). A `Controller` (law.py) sets the limit of one scheduler from its load.
 """

@@ -1,9 +1,9 @@
-"""The background law: the window of one scheduler that serves its users first. Pure.
+"""Sets the concurrency limit of a run on a scheduler that serves its users first. No I/O.
 
 All requests that run or wait at the scheduler belong to its users, except the rows of this run. A fresh load
 sample sets the window W, the maximum number of this run's requests in flight at the scheduler:
 
-    W ← 0                       while users wait; and between two rounds of sending while users are there
+W ← 0                       while users wait; and between two rounds of sending while users are there
     W ← slots + ahead           while there are no users, if the server lets users go first
     W ← slots - spare - users   otherwise
     W ≤ full·fits - users
@@ -56,40 +56,40 @@ LEAST_SPARE = 1 / 8
 MOST_SPARE = 3 / 8
 """Maximum fraction of the slots that stays free for users on any server."""
 FIRST_SHARE = 0.6
-"""Number of rows sent at first, as a fraction of the rows that fit the KV pool. It is below 1, because
-SGLang's admission reserves more room for new rows than for running ones."""
+"""Number of rows sent at first, as a fraction of those that fit the KV pool. SGLang's admission reserves more
+room for new rows than for running ones."""
 PACE_S = 0.25
-"""Seconds between two rounds of sending while users are there. Each round costs a prefill pass, for which
-users have to wait."""
+"""Seconds between two rounds of sending while users are there. After each round, users wait for a prefill
+pass."""
 TRUST_S = 30.0
-"""Time, in seconds, in which the assumed limit of the server's admission doubles after rows were stuck. The
-limit is the number of requests that the admission is expected to accept."""
+"""Doubling time, in seconds, of the number of requests that the server is expected to admit. The number was
+lowered when requests waited although slots were free."""
 PASS_S = 0.05
 """Assumed duration of a forward pass, in seconds."""
 MOST_ROUNDS = 10
-"""Maximum number of times that the number of preempted rows doubles while users wait."""
+"""While users wait, the number of preempted rows doubles at each load sample, at most this often."""
 
 
 class BackgroundController(Controller):
-    """The window of one scheduler that serves its users before the rows of this run."""
+    """Controls the concurrency limit of one scheduler that serves its users before this run."""
 
     least = 0
 
     def __init__(
         self, scheduler: str, fits: int, band: QueueBand, *, most: int, now: float, yields: bool
     ) -> None:
-        """Start without this run's rows; `fits` is the number of rows that fit the KV pool.
+        """Start with a limit of 0; `fits` is the number of rows that fit the KV pool.
 
         `yields` tells whether the server gives requests of users priority over requests of this run.
         """
         super().__init__(scheduler, 0, band, most=most, now=now)
         self.state = "background"
         self.users = 0
-        """Number of requests at the last sample that certainly were the users'."""
+        """Number of requests that certainly were the users', at the last load sample."""
         self.ours = 0
-        """Number of this run's requests in flight at the last sample."""
+        """Number of this run's requests in flight, at the last load sample."""
         self.kept: int | None = None
-        """Number of this run's rows that may stay in flight; None if no row is to be preempted."""
+        """Number of this run's rows that may stay in flight; None if none is to be cancelled."""
         self._yields = yields
         self._full = GOOD_USAGE if yields else CAUTIOUS_USAGE
         self._fits = fits
@@ -113,24 +113,24 @@ class BackgroundController(Controller):
         *,
         may_grow: bool = True,  # noqa: ARG002 - only the users limit the window
     ) -> list[Decision | CornerChange]:
-        """Process a fresh load sample; return the changes of the window.
+        """Process a fresh load sample by the formulas in the module's docstring; return the changes.
 
-        The law is in the module's docstring. `kept` is set if rows of this run are to be preempted.
+        `kept` is set if rows of this run are to be cancelled.
         """
         gap_s = self._learn(now, reading)
         most_users = self._count_users(gap_s, reading)
         slots = reading.max_running or UNKNOWN_ENGINE_WINDOW
-        # About this many rows end within a forward pass, so as many requests may wait for their slots.
+        # About this many rows end within a forward pass. As many requests may wait for their slots.
         ahead = math.ceil(self._rate * PASS_S) + 1
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
-        # Our rows get what the slots and the KV pool allow, less all requests that may be the users'.
+        # This run gets what slots and KV pool allow, less all requests that may be the users'.
         allowed = min(self._allowed_by_slots(slots, ahead), self._allowed_by_pool(now, reading))
         room = int(allowed - most_users)
-        # Requests of users may wait in the queue, so our rows must not take the slots that these users need.
+        # Users may wait in the queue. This run must not take the slots that they need.
         if most_users and reading.queue:
             room = min(room, reading.in_flight - min(reading.queue, most_users))
         self.state = "background"
-        if now - self._refused_at < CALM_S:  # After a refusal the window does not grow for a while.
+        if now - self._refused_at < CALM_S:  # after a refusal the limit does not grow for a while
             self.state = "pressure"
             room = min(room, self.window)
         reason = (
@@ -146,19 +146,19 @@ class BackgroundController(Controller):
             self._keep_spare_slots(reading, room + most_users)
         decisions = self._move(room, reason)
         if self.users and now - self._sent_at < PACE_S:
-            self.window = 0  # Nothing is sent between two rounds.
+            self.window = 0  # nothing is sent until the next round is due
         else:
             self._sent_at = now
         return [*decisions]
 
     def _count_users(self, gap_s: float, reading: Reading) -> int:
-        """Update the number of users that are certainly there, and its recent rise.
+        """Update the number of requests that are certainly the users', and its recent rise.
 
-        Return the maximum number of users that may be there.
+        Return the maximum number of requests that may be theirs.
         """
         total, users_before = reading.running + reading.queue, self.users
-        # The gauges were taken between the last two samples. At that time the number of this run's requests
-        # was between these two counts.
+        # The gauges were read between the last two samples. This run's requests were then between these
+        # counts.
         fewest_ours, most_ours = sorted((reading.in_flight, self.ours))
         self.ours = reading.in_flight
         self.users = max(0, total - most_ours)
@@ -166,27 +166,27 @@ class BackgroundController(Controller):
         return max(0, total - fewest_ours)
 
     def _make_room(self, reading: Reading, waiting_users: int, slots: int, ahead: int) -> None:
-        """Choose how many of our rows may stay in flight while users wait.
+        """Choose how many rows of this run may stay in flight while users wait.
 
         `slots` is the maximum number of running requests. `ahead` is the number of rows that end within a
         forward pass.
         """
         if self._yields and reading.running >= IN_USE * slots and reading.usage <= GOOD_USAGE:
-            # With all slots taken, SGLang itself preempts our rows for users. The waiting requests may be
-            # these preempted rows, so no more room is made.
+            # If all slots are taken, SGLang itself preempts this run's rows for users. The waiting requests
+            # may be these rows, so no further row is cancelled.
             self._rounds = 0
             return
-        # A server that lets users go first starts a few of them in its next pass, without any preemption.
-        # Each further sample in which users wait doubles the number of preempted rows.
+        # A server that gives users priority starts a few waiting ones in its next pass by itself. Otherwise
+        # rows are cancelled, twice as many at each further sample with waiting users.
         if self._rounds or waiting_users > ahead or not self._yields:
             self.kept = max(0, reading.in_flight - waiting_users * 2**self._rounds)
         self._rounds = min(self._rounds + 1, MOST_ROUNDS)
 
     def _keep_spare_slots(self, reading: Reading, allowed: int) -> None:
-        """Preempt our rows if less than half of the spare slots are free, before any user has to wait.
+        """Cancel rows of this run if too few slots are free, before any user has to wait.
 
-        `allowed` is the number of requests, of the users and ours, that leaves all spare slots free. A server
-        that lets users go first needs no spare slots.
+        `allowed` is the number of requests, of the users and this run, that leaves all spare slots free. A
+        server that gives users priority needs no spare slots.
         """
         # With this many rows, half of the spare slots remain free.
         may_stay = max(0, allowed - self.users + self._spare // 2)
@@ -194,7 +194,7 @@ class BackgroundController(Controller):
             self.kept = may_stay
 
     def _kept_without_stuck(self, gap_s: float, reading: Reading, slots: int, ahead: int) -> int | None:
-        """Return how many of our rows may stay in flight if waiting requests are stuck; None if none are.
+        """Return how many rows may stay in flight if waiting requests are stuck; None if none are.
 
         Requests are stuck if they wait from one sample to the next, although slots are free and no request
         starts: the server's admission does not accept them.
@@ -202,18 +202,17 @@ class BackgroundController(Controller):
         stuck = min(reading.queue, self._last_queue)
         has_started = reading.running > self._last_running
         self._last_queue, self._last_running = reading.queue, reading.running
-        # Try a higher limit little by little, until requests are stuck again.
+        # Raise the limit little by little, until requests are stuck again.
         self._admits *= 2 ** (gap_s / TRUST_S)
-        # Up to `ahead` waiting requests are not stuck, because they may wait just for the next pass.
-        # Token usage 0 marks a task without decoding: its rows use no pool, and are in no gauge while they
-        # run.
+        # Up to `ahead` waiting requests may just wait for the next pass, so they are not stuck. A task
+        # without decoding (token usage 0) cannot be stuck: its rows use no KV pool.
         if has_started or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
             return None
         self._admits = reading.running
         return max(0, reading.in_flight - stuck)
 
     def _allowed_by_slots(self, slots: int, ahead: int) -> int:
-        """Return the number of requests, of the users and ours, that the slots allow.
+        """Return the number of requests, of the users and of this run, that the slots allow.
 
         `slots` is the maximum number of running requests. `ahead` is the number of rows that end within a
         forward pass.
@@ -226,13 +225,13 @@ class BackgroundController(Controller):
         return max(1, slots - self._spare)
 
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:
-        """Return the number of requests, of the users and ours, that the KV pool allows.
+        """Return the number of requests, of the users and of this run, that the KV pool allows.
 
         Token usage is to stay below `_full`.
         """
-        # At first, the number of requests that fill the pool is an estimate from their expected lengths.
+        # At first, expected lengths tell how many requests fill the pool.
         fits = float(self._fits)
-        # Use the means only once they cover the whole running time of a row.
+        # The means are used once they cover the whole running time of a row.
         if self._usage and now - self._began > self._life_s:
             fits = self._running / self._usage
         room = self._full * min(fits, self._admits)

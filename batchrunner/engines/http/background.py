@@ -1,8 +1,8 @@
-"""Attached servers that serve their users first: rows have the lowest priority, and can be preempted.
+"""Servers that already run and serve their own users before the rows of a batch run.
 
-A row is preempted by SGLang's `/abort_request`. The row's answer then says that the row was aborted, and has
-the number of its output tokens. To close the connection instead would take too long, because SGLang looks for
-closed connections only every 4 s.
+The run's rows have the lowest priority, and can be preempted by SGLang's `/abort_request`. The answer of a
+preempted row says that the row was aborted, and how many output tokens it had. Closing the connection instead
+would take longer, because SGLang looks for closed connections only every 4 s.
 """
 
 import asyncio
@@ -32,7 +32,6 @@ class BackgroundServers(AttachedServers):
     """Servers whose users go before the run: its rows can be preempted (see `Engine.preempt`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take the arguments of AttachedServers."""
         super().__init__(*args, **options)
         self._preempted: dict[asyncio.Task[Any], int] = {}
         """Output tokens of the rows that are being preempted, by the asyncio task that waits for each row."""

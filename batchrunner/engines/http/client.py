@@ -80,7 +80,7 @@ START = "start the server, or correct engine.urls"
 """Advice to a user whose server does not answer."""
 _END = b"[DONE]"
 """Data of the event with which SGLang ends every event stream."""
-# This is a constant, because a lookup in the enumeration is slow and every row needs the value.
+# `HTTPStatus.OK.value` is looked up once, because the lookup is slow and every row needs the value.
 _OK = HTTPStatus.OK.value
 
 Answer = TypeVar("Answer")
@@ -152,7 +152,7 @@ class HttpEngine(Engine):
         self._model_names: frozenset[str] = frozenset()
         """Names of the model that the servers serve."""
         self._names_to_send: dict[str, str] = {}
-        """Model name that is sent, by the model name in a row of a batch file."""
+        """Model name to send for each model name that a row of a batch file has."""
         self._logged_unwatched = False
         """Whether the log already says that answers are not watched for repetition."""
         self._no_thinking_budget: str | None = None
@@ -204,7 +204,10 @@ class HttpEngine(Engine):
         )
 
     def _add_endpoints(self, descriptions: Sequence[ServerDescription], urls: Sequence[str]) -> None:
-        """Create an endpoint for each server. Servers that answer come first: `tokens_of` asks the first."""
+        """Create an endpoint for each server, first for the servers that answer.
+
+        `tokens_of` asks the first server.
+        """
         arguments_by_url = {description.url: description.arguments for description in descriptions}
         for url in dict.fromkeys([*arguments_by_url, *urls]):
             endpoint = self.endpoints[url] = self._new_endpoint(url)
@@ -214,7 +217,7 @@ class HttpEngine(Engine):
     async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
         """Find out whether servers report their load, and return the loads.
 
-        If any server that answers reports no load, return none, because the limits of all replicas are
+        The loads are empty if any server that answers reports none, because the limits of all replicas are
         needed.
         """
         # The reply of the first replica decides for all of them whether `/v1/loads` exists. None means that
@@ -251,7 +254,6 @@ class HttpEngine(Engine):
         return Endpoint(url, HangDetector(self._limits.hang))
 
     def _watch_model(self, endpoint: Endpoint) -> None:
-        """Let the guard compare a server's model with the run's."""
         assert self._server_questions is not None
         ask_model = functools.partial(self._server_questions.model, endpoint.url, self.guard.model)
         self.guard.watch(endpoint, ask_model)
@@ -304,13 +306,13 @@ class HttpEngine(Engine):
             (result,) = self._vector_length.refuse_other_lengths([request], [completion])
             if isinstance(result, RequestError):
                 raise result
-        # `check_answer` tests the same conditions, but to await it for each row would cost more.
+        # `check_answer` tests the same conditions, but awaiting it for each row would cost more.
         if completion.weights != self.guard.weights or endpoint.doubts:
             await self.guard.check_answer(endpoint, completion.weights)
         return completion
 
     async def _reply_to(self, endpoint: Endpoint, request: Request) -> bytes | list[bytes]:
-        """Send one request, and return the reply, or for a task without decoding the list of its replies."""
+        """Send one request; return its reply, or the list of its replies for embeddings and scores."""
         if request.task is not None:
             return await self._post_task(endpoint, [request])
         if request.kind == "body":
@@ -321,7 +323,7 @@ class HttpEngine(Engine):
         return await self._post(endpoint, wire.path_of(request), body)
 
     def _refuse_unsendable(self, request: Request) -> None:
-        """Raise RowRefusedError for a request that would kill a server, or whose budget it would ignore."""
+        """Raise RowRefusedError if a request would crash SGLang, or if its thinking budget has no effect."""
         wire.refuse_deadly(request, self._vocabulary)
         if self._no_thinking_budget is not None and THINKING in request.sampling:
             raise RowRefusedError(f"{THINKING}: {self._no_thinking_budget}")
@@ -427,7 +429,6 @@ class HttpEngine(Engine):
         endpoint.pause(HangPause(why, until=time.monotonic() + hang_s, progress=progress))
 
     def _reopen(self, endpoint: Endpoint) -> None:
-        """Send rows to a paused server again."""
         log.warning("%s gets rows again", endpoint.url)
         self._incidents.append(Incident("back", endpoint.url))
         endpoint.resume()
@@ -435,12 +436,11 @@ class HttpEngine(Engine):
     def _open_sessions(self) -> None:
         """Open one session for rows, and another for polls and for requests about the model.
 
-        A new connection of the first session waits until the server has named its model (`GuardedConnector`).
-        The request for the model can therefore not be sent by the same session.
+        In the session for rows, each new connection first waits until the server has named its model
+        (`GuardedConnector`). So the request for the model needs another session.
         """
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-            """Return a session with the API key and without cookies."""
             return aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -456,7 +456,8 @@ class HttpEngine(Engine):
     async def _end_late_requests(self) -> None:
         """End requests that exceed `limits.request_timeout`, until cancelled.
 
-        A timer for each request would take 8 % of the instructions that a row costs.
+        One loop for all requests is cheaper than a timer for each, which would take 8 % of the instructions
+        that a row costs.
         """
         while True:
             await asyncio.sleep(min(LONGEST_TICK_S, self._limits.request_timeout / 10))
@@ -488,9 +489,9 @@ class HttpEngine(Engine):
     async def _connection_lost_error(self, endpoint: Endpoint, sent_at: float, message: str) -> RequestError:
         """Return the error, with `message`, of a row that was sent at `sent_at` and lost its connection.
 
-        If the server died after the row was sent, the row may have killed it, unless the death has a cause
-        that is no row's fault. If the server is alive, the row may be at fault, so the attempt counts against
-        the row. If the server was dead before the row was sent, the row is not at fault.
+        A server that died after that may have been killed by the row, unless its death has another known
+        cause. If the server is alive, the attempt counts against the row. If the server was dead before the
+        row was sent, the row is not at fault.
         """
         is_alive = await self._is_alive(endpoint)
         has_died_since = sent_at < endpoint.liveness.died_at
@@ -556,7 +557,7 @@ class HttpEngine(Engine):
         if rid_field is None:
             return {}
         if path == RESPONSES_PATH:
-            # The answer shows this id, and whoever guesses an id could continue a response of somebody else.
+            # The id must be impossible to guess: whoever knows it could continue somebody else's response.
             return {rid_field: f"resp_{secrets.token_hex(16)}"}
         return {rid_field: f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
@@ -614,7 +615,7 @@ class HttpEngine(Engine):
         )
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
         if answer is None:
-            # The answer was an event stream, which has ended every row.
+            # The answer was an event stream, and every row has ended.
             return
         if answer.is_json:
             raise BundleRefusedError("the answer to a request with several rows is not an event stream")
@@ -676,9 +677,9 @@ class HttpEngine(Engine):
         *,
         rids: tuple[str, ...] = (),
     ) -> Answer:
-        """Send a body, and return the answer as `read` reads it; raises the error of the body's rows.
+        """Send a body, and return what `read` returns for its answer; raises the error of the body's rows.
 
-        `read` returns None if it has processed an answer that came as events. A request without an answer is
+        `read` returns None if it has processed the events of an answer. A request without an answer is
         aborted before its error is raised, because its rows may be sent again. `rids` are the ids by which
         the request is aborted.
         """
@@ -699,7 +700,7 @@ class HttpEngine(Engine):
                 raise
             raise await self._ended_error(endpoint, request) from None
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-            # The next line waits, and `end_requests` must not cancel the task during that time.
+            # `end_requests` must not cancel the task while the next line waits.
             endpoint.requests.pop(task, None)
             raise await self._transport_error(endpoint, failure, request) from None
         finally:
@@ -734,7 +735,7 @@ class HttpEngine(Engine):
         body: bytes,
         read: Callable[[PostedAnswer], Awaitable[Answer]],
     ) -> tuple[int, Answer]:
-        """Send a body; return the status of the answer, and the answer as `read` reads it."""
+        """Send a body; return the status of the answer, and what `read` returns for it."""
         sender = endpoint.senders.get(path)
         if sender is None:
             sender = endpoint.senders[path] = self._new_sender(endpoint, path)
@@ -759,8 +760,8 @@ class HttpEngine(Engine):
         limit = endpoint.proxy_limit
         had_limit = limit.limit_s is not None
         now = time.monotonic()
-        # Only a request with one id counts. The events of a bundle keep its connection open, and requests
-        # without ids, such as embeddings, are short.
+        # Only a request with one id can reach the time limit. The events of a bundle keep its connection
+        # open, and requests without ids, such as embeddings, are short.
         is_at_limit = len(request.rids) == 1 and limit.ended(request.sent_at, now)
         await self._abort(endpoint, request.rids)
         if not is_at_limit:
@@ -822,7 +823,7 @@ class HttpEngine(Engine):
 
 @dataclass(slots=True, eq=False)
 class BundleAnswer:
-    """The answer to a bundle. Reads its events, and ends each row once, by the row's last event."""
+    """Reads the event stream that answers a bundle (several prompts in one request), and ends its rows."""
 
     requests: Sequence[Request]
     ended: RowEnded
@@ -835,12 +836,12 @@ class BundleAnswer:
     abort: Callable[[Endpoint, Sequence[str]], Awaitable[bool]]
     """Aborts requests of a server by their ids."""
     ended_rows: set[int] = field(default_factory=set)
-    """Indexes in the bundle of the rows that have ended."""
+    """Positions in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
     """Error event for the whole bundle, converted to an answer; None if there was none."""
 
     async def read(self, answer: PostedAnswer) -> replies.WholeAnswer | None:
-        """Process the events of an answer until the answer ends, or briefly after all rows have ended.
+        """Process the events of an answer until its end, or until shortly after all rows have ended.
 
         Return an answer that is not an event stream, or a refusal of all rows; otherwise None.
         """

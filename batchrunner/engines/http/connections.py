@@ -10,8 +10,7 @@ from pathlib import Path
 from batchrunner.core.errors import EngineStartError
 
 FEWEST_FILES = 256
-"""Minimum of the limit on open files. With a lower limit, a run could open no connections, or not even
-begin."""
+"""Lowest limit on open files with which a run can start. With fewer, it could not open its connections."""
 OWN_FILES = 12
 """Number of files reserved for what a run opens after the engine is open, besides connections: input,
 journal, part file (a Parquet file of results), heartbeat, lease, report. At most five of them were open at
@@ -21,10 +20,10 @@ STATUS_FILES = 2
 MOST_FILES = 1 << 20
 """Limit on open files that is assumed if the system sets none. By default, Linux refuses a higher limit."""
 PORT_SHARE = 0.9
-"""Fraction of the range of local ports that connections may use. The rest is for closed connections, which
-keep their ports for a minute (TIME_WAIT)."""
+"""Fraction of the ephemeral ports that connections may use. The rest is for closed connections, which keep
+their ports for a minute (TIME_WAIT)."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""File with the lowest and the highest local port of a connection, in Linux."""
+"""File with the lowest and the highest ephemeral port, in Linux."""
 _DEFAULT_PORT_RANGE = (32768, 60999)
 _LOWEST_PORT = 10_240
 """Lowest port to listen on."""
@@ -56,10 +55,10 @@ def raise_file_limit() -> int:
 
 
 def free_port() -> int:
-    """Return a free loopback port to listen on, if possible below the range of connections' local ports.
+    """Return a free loopback port to listen on, if possible below the range of ephemeral ports.
 
-    A server that restarts needs the same port again. From the range below, the system takes no local ports.
-    In the range itself, ten thousand open connections would probably have taken the port by then.
+    A server that restarts needs the same port again. An ephemeral port would probably be taken by then,
+    because ten thousand outgoing connections may be open.
     """
     first_local_port = _port_range()[0]
     is_range_below = _LOWEST_PORT < first_local_port < _HIGHEST_PORT
@@ -99,7 +98,7 @@ class HeldPort:
 
 
 def _port_range() -> tuple[int, int]:
-    """Return the lowest and the highest local port that the system gives to connections."""
+    """Return the lowest and the highest ephemeral port, which the system gives to outgoing connections."""
     try:
         low, high = map(int, _PORT_RANGE.read_text().split())
     except (OSError, ValueError):
@@ -110,7 +109,7 @@ def _port_range() -> tuple[int, int]:
 def open_connections(addresses: int) -> tuple[int, str]:
     """Return the maximum number of connections for rows, and a phrase that names the limit.
 
-    `addresses` is the number of servers to connect to. Every address has the whole range of local ports.
+    `addresses` is the number of servers. Connections to different addresses may use the same local port.
     """
     lowest_port, highest_port = _port_range()
     limit = raise_file_limit()

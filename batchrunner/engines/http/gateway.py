@@ -2,9 +2,9 @@
 
 A gateway sends all requests with the same routing key to one worker if its policy is `consistent_hashing` or
 `manual`, or if it has `--routing-key-override`. With such a gateway each worker is a route, and the rows of
-the route have a key that leads to the worker. So windows, prefix groups and retries work as for a server that
-is reached directly. Any other gateway is a single route with several schedulers, and the gateway chooses the
-worker of each request.
+the route have a key that leads to the worker. So concurrency limits, prefix groups and retries work as for a
+server that is reached directly. Any other gateway is a single route with several schedulers, and the gateway
+chooses the worker of each request.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ from batchrunner.sglang.model_files import vocabulary_of
 log = logging.getLogger(__name__)
 
 ROUTING_KEY = "x-smg-routing-key"
-"""Default name of the request header that has the routing key."""
+"""Default name of the request header with the routing key."""
 ROUTED_TO = "x-smg-routed-worker-id"
 """Name of the answer header that has the URL of the worker that answered."""
 TRIES_PER_WORKER = 16
 """Maximum number of routing keys that are tried per worker. Among N workers, 16·N keys all miss a given
 worker with a probability of about e⁻¹⁶."""
 UNANSWERED_PER_WORKER = 4
-"""The search for keys ends after this many unanswered keys per worker, because each key that leads to a host
-that is gone takes 2 s."""
+"""The search for routing keys ends after this many unanswered keys per worker, because each key that leads to
+a dead host takes 2 s."""
 CONFIRMATIONS = 4
 """Number of times that a key must lead to the same worker again before it is used."""
 LEAST_SEARCH_PAUSE_S = 10.0
-"""Minimum seconds between two searches for keys, if only answers of wrong workers call for a search. The
-gateway decides again which workers are overloaded whenever it reads load reports, by default every 10 s."""
+"""Minimum seconds between two searches for routing keys, if the reason is only that wrong workers answered.
+The gateway decides which workers are overloaded at each load report, by default every 10 s."""
 MODEL_INFO = "/get_model_info"
 """Path under which the gateway returns the `/model_info` of its first HTTP worker."""
 SERVER_INFO = "/get_server_info"
@@ -92,7 +92,7 @@ NO_WORKER_CODES = frozenset({"no_available_workers", "no_healthy_workers", "no_w
 UNCONNECTED_CODE = "call_upstream_connection_failed"
 """Error code of a request for which the gateway could not connect to the worker."""
 CUT_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
-"""A request whose error code begins with one of these prefixes lost its connection to the worker before the
+"""Prefixes of the error codes of a request whose connection from the gateway to the worker broke before the
 answer."""
 LIMIT_CODES = (
     *("admission_queue_", "scheduler_queue_", "scheduler_preempted", "prefill_queue_"),
@@ -115,7 +115,7 @@ GRPC_UNSUPPORTED: Mapping[str, str] = {
 
 
 class _GatewayError(msgspec.Struct):
-    """Field `error` of a refusal by the gateway. The codes of workers are numbers, and cannot be read."""
+    """Field `error` of a refusal by the gateway itself. A worker's refusal has a number as `code`."""
 
     code: str | None = None
 
@@ -210,7 +210,8 @@ class WorkerState:
 
     watch: WorkerWatch
     unlisted_at: float = -math.inf
-    """Time of the worker's first answer if the gateway's list did not have the worker by then."""
+    """Time of the worker's first answer, if the gateway had not listed the worker by then; else minus
+    infinity."""
     load: LoadEstimate = field(default_factory=LoadEstimate)
     key: str | None = None
     """Routing key that leads to the worker; None if there is none, or if it was not found yet."""
@@ -304,18 +305,17 @@ class ThroughGateway(HttpEngine):
         self._model_id = ""
         """Model name by which the gateway finds the workers."""
         self._workers = WorkerStates()
-        """State of each worker: its load, its model and its routing key."""
         self._has_keys = False
         """Whether the gateway routes by keys."""
         self._key_numbers = itertools.count()
-        """Numbers of the routing keys that are tried."""
+        """Counter from which the routing keys to try are made."""
         self._in_use: frozenset[str] = frozenset()
         """URLs of the workers to which the gateway sends requests now."""
         self._key_search: asyncio.Task[None] | None = None
         """Search for new keys, after a change of the workers."""
         self._next_search_at = 0.0
-        """Earliest time of the next search for routing keys (seconds of the monotonic clock), even if a
-        request reaches another worker than the one that its key was found for."""
+        """Earliest time of the next search for routing keys that is due only because a wrong worker answered
+        (seconds of the monotonic clock)."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
@@ -340,11 +340,12 @@ class ThroughGateway(HttpEngine):
         self._observe(workers)
         self._workers.listed_at = time.monotonic()
         model, server = await self._describe(workers)
-        # The gateway finds the worker for a request by the model's name, so every request must have it.
+        # The gateway finds workers by the model's name, so every request must have the name.
         self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
         self.model_to_send = self._model_id
         self._model_names = frozenset({self._model_id, str(model["model_path"])})
-        # A worker is described by its labels. Without labels, the run's model has no fields to compare.
+        # The labels in the gateway's list describe a worker's model. Without labels, there are no fields to
+        # compare.
         self.guard.model = common_model([worker.model for worker in workers if worker.labels] or [{}])
         self._vocabulary = vocabulary_of(str(model["model_path"]))
         check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
@@ -392,8 +393,8 @@ class ThroughGateway(HttpEngine):
     async def _describe(self, workers: Sequence[GatewayWorker]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the description of the workers' model, and the server arguments.
 
-        If all workers speak HTTP, the gateway asks one of them for both. For gRPC workers, only the labels
-        in the list of workers are known. The labels have some of the fields.
+        If all workers speak HTTP, the gateway asks one of them for both. gRPC workers are described only by
+        their labels in the gateway's list, which have some of the fields.
         """
         assert self._question_session is not None
         status = ServerStatus(self._question_session, self.url)
@@ -441,7 +442,7 @@ class ThroughGateway(HttpEngine):
         return self._model_id
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
-        """Return the error of a refused row; a worker that the gateway could not reach is in doubt."""
+        """Return the error of a refused row; mark a worker as in doubt if the gateway could not reach it."""
         error = refusal_of(answer)
         if isinstance(error, (EngineDownError, EngineDiedError)):
             for url, state in self._workers.of.items():
@@ -492,8 +493,7 @@ class ThroughGateway(HttpEngine):
         self._workers.listed_at = asked_at
         self._follow(workers)
         loads = self._loads_now(workers, time.monotonic())
-        # Without routing keys, it is unknown which worker a row is at, so a hang cannot be attributed to a
-        # worker.
+        # Without routing keys, nobody knows which worker has a row, so no worker can be blamed for a hang.
         if self._has_keys:
             self._pause_hanging_servers([load for load in loads if load.used_tokens is not None])
         return loads
@@ -509,7 +509,8 @@ class ThroughGateway(HttpEngine):
         else:
             log.warning("the gateway %s is back", self.url)
             self._incidents.append(Incident("back", self.url))
-            # A restarted gateway may have forgotten the keys. Without known workers, a new search begins.
+            # A restarted gateway may have forgotten the routing keys. With this list empty, a new search
+            # begins.
             self._in_use = frozenset()
 
     def _observe(self, workers: Sequence[GatewayWorker]) -> None:
@@ -523,7 +524,7 @@ class ThroughGateway(HttpEngine):
         """Return the load of each worker that gets rows."""
         in_use = urls_in_use(workers)
         used_workers = [worker for worker in workers if worker.url in in_use]
-        # Each row needs a prefill and a decode worker, so these have one load together.
+        # Each row needs a prefill and a decode worker, so all workers together have one load.
         if any(worker.worker_type == "decode" for worker in used_workers):
             return [self._load_of_halves(used_workers, now)]
         # A worker gets rows only once a routing key leads to it.
@@ -532,7 +533,7 @@ class ThroughGateway(HttpEngine):
         return [self._load_of(worker, now) for worker in used_workers]
 
     def _load_of(self, worker: GatewayWorker, now: float) -> SchedulerLoad:
-        """Return a worker's load. A worker that is no route counts as a scheduler of the gateway's route."""
+        """Return a worker's load. If the worker is no route, its load belongs to the gateway's route."""
         is_route = worker.url in self.endpoints
         return self._workers.see(worker.url).load.now(
             self._in_flight_at(worker),
@@ -542,7 +543,6 @@ class ThroughGateway(HttpEngine):
         )
 
     def _in_flight_at(self, worker: GatewayWorker) -> int:
-        """Estimate the rows in flight at a worker, from our own rows and the gateway's count of requests."""
         endpoint = self.endpoints.get(worker.url)
         if endpoint is not None:
             # The worker is a route, so our own requests at it are known.
@@ -550,8 +550,8 @@ class ThroughGateway(HttpEngine):
             return _rows_of(endpoint) + requests_of_others
         if worker.load is None:
             return worker.report.num_running_reqs + worker.report.num_waiting_reqs
-        # The gateway chooses the worker of each request, so a request at the worker may be a bundle of this
-        # run's rows.
+        # The gateway chooses the worker of each request, and each of its requests may be a bundle of several
+        # rows of this run.
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
@@ -574,14 +574,14 @@ class ThroughGateway(HttpEngine):
         return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
     def _rows_per_request(self) -> float:
-        """Return the mean number of rows of a request in flight: a bundle has several rows."""
+        """Return the mean number of rows per request in flight; a bundle has several rows."""
         requests = sum(len(endpoint.requests) for endpoint in self.serving)
         return sum(map(_rows_of, self.serving)) / requests if requests else 1.0
 
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
-        """Send rows to the workers that the gateway uses now; search for keys if workers or keys changed."""
+        """Send rows to the workers in use now; search for routing keys if workers or keys have changed."""
         in_use = urls_in_use(workers)
-        # After a start of the gateway nothing is logged, because all workers would be new.
+        # Nothing is logged after a start of the gateway, because all workers would be new.
         if self._in_use:
             for url in sorted(in_use - self._in_use):
                 log.info("%s gets rows: the gateway uses it", url)
@@ -602,10 +602,10 @@ class ThroughGateway(HttpEngine):
     # Routing keys
 
     def _leads_astray(self, now: float) -> bool:
-        """Tell whether a new key search is due, because a routing key led to the wrong worker.
+        """Tell whether to search for routing keys again, because a key led to the wrong worker.
 
         Either the gateway has assigned the key to another worker, or its overload protection avoids the right
-        worker for a while. Against overload protection a new search does not help, so there is a pause
+        worker for a while. A new search does not help against overload protection, so there is a pause
         between searches.
         """
         if now < self._next_search_at:
@@ -629,8 +629,8 @@ class ThroughGateway(HttpEngine):
             urls = self._in_use
             keys = await self._keys_of(urls)
             if not keys.keys() >= urls:
-                # A worker or the gateway is down. The worker's old key stays until the worker answers again.
-                # The pause limits how often such a search is repeated by the next check of the workers.
+                # A worker or the gateway is down. The worker keeps its old key until it answers again. This
+                # pause limits how often the search is repeated meanwhile.
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
             for url, key in keys.items():
@@ -701,7 +701,7 @@ class ThroughGateway(HttpEngine):
 
 
 def _rows_of(endpoint: Endpoint) -> int:
-    """Return how many rows of this run are in flight at an endpoint; a bundle has several rows."""
+    """Return the number of this run's rows in flight at an endpoint; a bundle has several rows."""
     return sum(max(1, len(request.rids)) for request in endpoint.requests.values())
 
 

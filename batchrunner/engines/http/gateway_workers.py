@@ -1,11 +1,11 @@
 """Reads a Model Gateway's list of workers (smg 1.13): their addresses, models and loads.
 
-`/workers` has two figures on the load of each worker. One is the number of requests that the gateway has at
-the worker now. The other is the worker's own report, which the gateway fetches every
-`--load-monitor-interval` (10 s by default). `LoadEstimate` combines them.
+`/workers` has two figures on the load of each worker: the number of requests that the gateway has at the
+worker now, and the worker's last load report. The gateway fetches these reports every
+`--load-monitor-interval` (10 s by default). `LoadEstimate` combines both figures.
 
-An API key that may send rows may lack the right to read `/workers`. Then `/loads` has the same reports,
-without the number of requests.
+An API key that may send rows may lack the right to read `/workers`. Then the reports come from `/loads`,
+which lacks the number of requests.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ _LEAVING = "draining"
 
 
 class _Memory(msgspec.Struct):
-    """Memory of a scheduler."""
-
     weight_gb: float | None = None
 
 
@@ -133,7 +131,7 @@ class GatewayWorker(msgspec.Struct):
 
     @property
     def report(self) -> WorkerLoad:
-        """Last load report, summed over the worker's schedulers; before the first report only the limits."""
+        """Last load report, summed over the worker's schedulers; before the first, it has only limits."""
         if self.engine_load is not None and self.engine_load.loads:
             load = sum_of(self.engine_load.loads)
             load.reported_at = self.engine_load.timestamp
@@ -145,7 +143,7 @@ class GatewayWorker(msgspec.Struct):
 
     @property
     def weights_gb(self) -> float | None:
-        """Memory of the model's weights on one GPU, in GB; None if no report says it."""
+        """Memory of the model's weights on one GPU, in GB; None if no load report has it."""
         loads = self.engine_load.loads if self.engine_load is not None else []
         return next((load.memory.weight_gb for load in loads if load.memory is not None), None)
 
@@ -165,15 +163,16 @@ _read_worker = msgspec.json.Decoder(GatewayWorker)
 
 
 def _sum_if_all_known(limits: Sequence[int | None]) -> int | None:
-    """Return the sum of limits; None if one of them is None or 0, which means that it is not reported."""
+    """Return the sum of limits; None if one of them is None or 0 (not reported)."""
     known = [limit for limit in limits if limit]
     return sum(known) if len(known) == len(limits) else None
 
 
 def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
-    """Add up loads. The token usage is the largest one.
+    """Add up the load reports of several schedulers or workers.
 
-    A limit is None if any load lacks it. Used tokens are the sum over the loads that report them.
+    The token usage is the highest one. A limit is None if any report lacks it. Used tokens are the sum over
+    the reports that have them.
     """
     running_limits = [load.max_running_requests for load in loads]
     token_limits = [load.max_total_num_tokens for load in loads]
@@ -190,35 +189,35 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
 
 
 REPORTS_KEPT = 3
-"""Number of load reports from which the number of requests at work is taken."""
+"""Number of recent load reports that are used to estimate how many requests are at work."""
 
 
 @dataclass(slots=True)
 class LoadEstimate:
-    """Estimate of a worker's load now, from its last reports and its number of requests in flight.
+    """Estimates a worker's present load from its last reports and its number of requests in flight.
 
-    A report may be 10 s old, but the number of requests in flight is exact at any time. Of these requests,
-    some wait in the scheduler's queue (`#queue-req`). The others are *at work*: they run, or they or their
-    answers are on the way between the client and the scheduler. How many can be at work changes slowly. So
-    the estimate takes this number from the reports, and counts all further requests in flight as queued.
+    A report may be 10 s old, but the number of requests in flight is exact at any time. Some of these
+    requests wait in the scheduler's queue (`#queue-req`). The others are *at work*: they run, or they or
+    their answers are on the way between the client and the scheduler. The number at work changes slowly. So
+    the estimate takes it from the reports, and counts all further requests in flight as queued.
     """
 
     _report: WorkerLoad = field(default_factory=WorkerLoad)
     _at_work: deque[int] = field(default_factory=lambda: deque(maxlen=REPORTS_KEPT))
-    """How many requests each of the last reports has shown to be at work; reports without requests are left
-    out."""
+    """Number of requests at work in each of the last reports; reports without requests are left out."""
     _from_others: int = 0
-    """Number of requests that the last report shows but the gateway does not count, such as requests of
-    another gateway."""
+    """Number of requests in the last report that the gateway does not count, such as those of another
+    gateway."""
 
     def observe(self, report: WorkerLoad, in_flight: int) -> None:
-        """Process the last report of a worker, which may be one that was processed before.
+        """Process the last report of a worker; a report that was processed before is ignored.
 
-        A new report shows how many requests can be at work (running or on the way) at the worker. `in_flight`
-        is the number of requests at the worker now.
+        `in_flight` is the number of requests at the worker now. A new report shows how many of them can be at
+        work (running or on the way).
         """
         running, waiting = report.num_running_reqs, report.num_waiting_reqs
-        # A report without a time and without requests means that the gateway could not read the load.
+        # A report without a time and without requests means that the gateway could not read the worker's
+        # load.
         is_missing = self._at_work and report.reported_at is None and not running + waiting
         if report == self._report or is_missing:
             return
@@ -229,8 +228,8 @@ class LoadEstimate:
             return
         at_work = in_flight + self._from_others - waiting
         if not waiting:
-            # The scheduler has room for more requests, up to its limit. More than twice as many as now are
-            # not assumed, because the KV pool may be too small for them.
+            # The scheduler has room for more requests, up to its limit. At most twice the present number is
+            # assumed, because the KV pool may be too small for more.
             limit = report.max_running_requests
             at_work += at_work if limit is None else min(at_work, max(0, limit - running))
         self._at_work.append(at_work)
@@ -238,12 +237,13 @@ class LoadEstimate:
     def now(self, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
         """Return the load at the time `now`, in seconds of the monotonic clock, with `in_flight` requests.
 
-        Before the first report with requests, `taken_at` stays 0. So the concurrency law ignores these loads.
+        Before the first report with requests, `taken_at` is 0, so that the load does not change the
+        concurrency limit.
         """
         limit = self._report.max_running_requests
         requests = in_flight + self._from_others
-        # The largest number in recent reports counts, because a report from between two batches shows few
-        # requests at work. Before the first report, all allowed requests are assumed to be at work.
+        # The largest number in recent reports counts, because a report may come from a moment between two
+        # batches. Before the first report, all allowed requests are assumed to be at work.
         most_at_work = max(self._at_work, default=requests if limit is None else limit)
         at_work = min(requests, most_at_work)
         return SchedulerLoad(
@@ -261,12 +261,12 @@ class LoadEstimate:
 
 
 SAME_WEIGHTS = 0.05
-"""Two measurements of the weights' memory count as the same model if they differ by at most this fraction.
+"""If two measurements of the weights' memory differ by at most this fraction, they come from the same model.
 SGLang measures the memory at each start, and other processes on the GPU change the result a little."""
 
 
 NO_REPORT = ""
-"""Report time of a load report that the gateway could not read. No real report has this time."""
+"""Time of a load report that the gateway could not read. No real report has this time."""
 
 
 @dataclass(slots=True)
@@ -274,18 +274,18 @@ class WorkerWatch:
     """Detects that a server with another model has taken a worker's address.
 
     The gateway does not notice this, because it reads a worker's model only when the worker is registered.
-    Only the load reports show it, because the weights of the other model take another amount of memory.
-    Before that, requests to the worker fail. From such a failure on, the worker is in doubt and its answers
-    do not count, until a report arrives that is newer than the failure.
+    Only the load reports show it: the weights of another model take another amount of memory. When a request
+    to the worker fails, the worker is in doubt. Its answers do not count until a report arrives that is newer
+    than the failure.
     """
 
     url: str
     in_doubt: bool = False
     _weights_gb: float | None = None
-    """Memory of the weights in the first report that has it; None before. Until then, nothing is in doubt."""
+    """Memory of the weights in the first report that has it; None before. Until then, the worker is never in
+    doubt."""
     _report_before: Any = None
-    """Time of the newest report that the gateway had when the doubt arose; None until its list is read
-    again."""
+    """Time of the newest load report when the doubt arose; None until the gateway's list is read again."""
 
     def record_failure(self) -> None:
         """Record that a request failed on its way to the worker."""
@@ -296,11 +296,11 @@ class WorkerWatch:
         """Process the worker's entry in the list; raises AnotherModelError for another model's weights.
 
         The first report sets the size of the weights. A doubt ends with the first report that is certainly
-        newer than the failure.
+        newer than the failed request.
         """
         weights_gb = worker.weights_gb
         if weights_gb is None:
-            # The gateway has no report of the worker now, so the next report will be newer than any failure.
+            # The gateway has no report of the worker now, so any later report is newer than the failure.
             self._report_before = NO_REPORT
             return
         if self._weights_gb is None:
@@ -312,7 +312,7 @@ class WorkerWatch:
             # This report may be older than the failure, so only the next one ends the doubt.
             self._report_before = reported_at
         elif reported_at != self._report_before or reported_at is None:
-            # The report is newer than the failure, or reports have no times by which to tell.
+            # The report is newer than the failure, or reports have no times to compare.
             self.in_doubt = False
 
 
@@ -341,8 +341,8 @@ class GatewayQuestions:
                 return _read_workers(reply["workers"])
         is_refused = status in KEY_REFUSED
         if is_refused or not self._lists_workers:
-            # A gateway answers `/loads` for every key, so an empty request for an answer shows whether this
-            # key may send rows.
+            # A gateway answers `/loads` for every key. So an empty request, sent as if for an answer, shows
+            # whether this key may send rows.
             workers = await self._workers_in_loads(timeout_s)
             if workers and await self._takes_rows(timeout_s):
                 self._lists_workers = False

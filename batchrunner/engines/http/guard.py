@@ -1,15 +1,15 @@
-"""Checks that the server that answers serves the run's model.
+"""Checks that a server still serves the run's model, before its answers count.
 
 A connection leads to one process for as long as the connection lives. So a new connection takes a request
 only after its server has named the run's model (`GuardedConnector`). Behind a proxy, a connection may lead to
 any server. So after each sign that a server was away (`Endpoint.doubt`), the server is asked for its model
 again before an answer counts (`ModelGuard.confirm`).
 
-Polls and failed requests notice any server that is away for a while. The check of a new connection also
-notices a switch without an absence, for example if a Kubernetes Service or a port forward now leads to
-another server. `AttachedServers` would notice the switch too, but a second later, when answers of the other
-model are already stored. The check costs next to nothing per row, because connections that open together
-share one request.
+Polls and failed requests notice a server that is away for a while. The check of a new connection also notices
+a server that is replaced without an absence, for example if a Kubernetes Service or a port forward leads to
+another server. `AttachedServers` would notice this a second later, when answers of the other model are
+already stored. The check costs next to nothing per row, because connections that open together share one
+request.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ MODEL_FIELDS = {
 def model_in(*replies: Mapping[str, Any]) -> dict[str, str]:
     """Return the model's description in replies to `/model_info` and `/server_info`.
 
-    If a field is in several replies, the value in the first of them counts.
+    If several replies have a field, the first one counts.
     """
     merged = {name: value for reply in reversed(replies) for name, value in reply.items()}
     return {name: str(merged[name]) for name in MODEL_FIELDS if merged.get(name) is not None}
@@ -63,11 +63,9 @@ class ModelGuard:
 
     def __init__(self) -> None:
         self.model: Model = {}
-        """The run's model."""
         self.weights: str | None = None
-        """Version of the weights that all answers have had."""
+        """Version of the weights in all answers so far; None before the first answer with a version."""
         self._endpoints: list[Endpoint] = []
-        """Servers whose models are checked."""
 
     def watch(self, endpoint: Endpoint, question: ModelQuestion) -> None:
         """Let the guard check a server's model; `question` asks the server which model it serves."""
@@ -75,7 +73,7 @@ class ModelGuard:
         self._endpoints.append(endpoint)
 
     def endpoints_at(self, url: URL) -> list[Endpoint]:
-        """Return the guarded servers at the host and port of a URL, which a connection for it may lead to."""
+        """Return the guarded servers at the host and port of a URL; a new connection leads to one of them."""
         return [endpoint for endpoint in self._endpoints if URL(endpoint.url).origin() == url.origin()]
 
     async def confirm(self, endpoint: Endpoint) -> None:
@@ -95,7 +93,7 @@ class ModelGuard:
             raise error
 
     async def check_answer(self, endpoint: Endpoint, version: str | None) -> None:
-        """Return once the answer of a server may be used; raises AnotherModelError and EngineDownError.
+        """Return once a server's answer may be used; raises AnotherModelError and EngineDownError.
 
         `version` is the version of the weights in the answer; None if the answer has none.
         """
@@ -114,8 +112,8 @@ class ModelGuard:
         Return None if the model is the run's, else the error for another model or for no answer.
         """
         async with watch.lock:
-            # Callers that arrive before this line share the request that follows. A later caller sends a
-            # request of its own, because the answer to this one may be too old for it.
+            # Callers that arrive before this line share the request that follows. A later caller sends its
+            # own, because the answer to this one may be too old for it.
             await asyncio.sleep(0)
             watch.next_question = None
             doubts = endpoint.doubts
@@ -123,7 +121,7 @@ class ModelGuard:
                 refuse_another(endpoint.url, self.model, await watch.ask())
             except (BatchrunError, EngineDownError) as error:
                 return error
-            # If a new doubt came while the request was under way, the answer does not settle it.
+            # A doubt that came while the request was in flight is not settled by the answer.
             if endpoint.doubts == doubts:
                 endpoint.doubts = 0
             return None
@@ -146,7 +144,7 @@ def another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
 
 
 class GuardedConnector(aiohttp.TCPConnector):
-    """Hands out a new connection only after its server has confirmed that it serves the run's model."""
+    """Connector of aiohttp that uses a new connection only after its server has named the run's model."""
 
     def __init__(self, guard: ModelGuard, **options: Any) -> None:
         """Create a connector whose connections `guard` checks; `options` go to aiohttp's TCPConnector."""

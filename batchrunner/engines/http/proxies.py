@@ -17,7 +17,6 @@ class Proxy(NamedTuple):
     address: URL
     """URL of the proxy, without user and password."""
     auth: aiohttp.BasicAuth | None
-    """User and password for the proxy."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -40,13 +39,13 @@ def proxy_of(url: str) -> Proxy | None:
 
 
 def by_proxy(url: str) -> str:
-    """Return a phrase for messages, such as " by the proxy …", for a URL; empty if no proxy applies."""
+    """Return a phrase for messages, such as " by the proxy …", if a proxy applies to a URL; else ""."""
     proxy = proxy_of(url)
     return f" by the proxy {proxy.address} (no_proxy lacks {URL(url).host})" if proxy else ""
 
 
 def _is_excluded(url: URL, no_proxy: str) -> bool:
-    """Tell whether a URL's host is a loopback address, or is in `no_proxy`, which may contain networks."""
+    """Tell whether no proxy applies to a URL: its host is a loopback address, or is in `no_proxy`."""
     host = url.host or ""
     # The port is passed too, because an entry of `no_proxy` may name a port.
     if host == "localhost" or proxy_bypass(f"{host}:{url.port}"):
@@ -70,8 +69,8 @@ def _networks_in(no_proxy: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Ne
 ENDED_BY_PROXY = {408, 502, 504, 524}
 """HTTP statuses with which a proxy ends a request that the server may still compute."""
 LEAST_AGE_S = 5.0
-"""Requests that ended at a lower age in seconds are ignored, because they were too young to have reached the
-time limit of a proxy."""
+"""Requests that ended at a lower age in seconds are ignored: they were too young for the time limit of a
+proxy."""
 SAME_AGE_S = 1.0
 """Two requests count as equally old if their ages differ by at most this many seconds."""
 SAME_SHARE = 0.05
@@ -80,14 +79,15 @@ BETWEEN_S = 1.0
 """Of requests that were sent within this many seconds, only the first one counts. Requests that were sent
 together and lost together always have the same age."""
 REQUESTS = 3
-"""Number of requests that must end at the same age before the age counts as a limit."""
+"""Number of requests that must end at the same age before this age counts as the time limit of a proxy."""
 
 
 class ProxyLimit:
     """Time limit of a proxy between this machine and one server, learned from ended requests.
 
-    A proxy with a time limit answers 504 or 524, or closes the connection, while the server computes on. All
-    requests that the proxy ends have the same age, and no answer takes longer. The caller passes all times.
+    When the limit is reached, a proxy answers 504 or 524, or closes the connection, while the server computes
+    on. So all requests that the proxy ends have the same age, and no answer takes longer. The caller passes
+    all times.
     """
 
     def __init__(self) -> None:
@@ -101,38 +101,36 @@ class ProxyLimit:
         """Largest age in seconds of an answered request. The limit of a proxy cannot be lower."""
 
     def answered(self, age_s: float) -> None:
-        """Record the age of an answered request. An answer older than the assumed limit refutes the limit."""
+        """Record the age of an answered request; drop an assumed time limit that is shorter."""
         self.longest_answer_s = max(self.longest_answer_s, age_s)
         if self.limit_s is not None and self._outlived(self.limit_s):
             self.limit_s = None
             self._ages.clear()
 
     def ended(self, sent_at: float, now: float) -> bool:
-        """Record a request that ended without an answer; tell whether a proxy's limit ended the request."""
+        """Record a request that ended without an answer; tell whether a proxy's time limit ended it."""
         age_s = now - sent_at
         if self.limit_s is not None:
-            # The limit is known already, so the age of this request decides.
             return abs(age_s - self.limit_s) <= _tolerance(self.limit_s)
         if age_s < LEAST_AGE_S:
-            # The request was too young to have reached a proxy's time limit.
+            # The request was too young for the time limit of a proxy.
             return False
-        # Requests that were sent together also end together if a server fails, so only one of them counts.
+        # If a server fails, requests that were sent together end together. So only the first of them counts.
         if self._last_sent_at is not None and sent_at - self._last_sent_at < BETWEEN_S:
             return False
         self._last_sent_at = sent_at
         self._ages.append(age_s)
         shortest, longest = min(self._ages), max(self._ages)
-        # A limit ends all requests at the same age, and no answer arrives at a higher age.
+        # A time limit ends all requests at the same age, and no answer arrives at a higher age.
         are_equal = longest - shortest <= _tolerance(longest)
         if are_equal and len(self._ages) == REQUESTS and not self._outlived(shortest):
             self.limit_s = shortest
         return self.limit_s is not None
 
     def _outlived(self, age_s: float) -> bool:
-        """Tell whether an answer took longer than an age."""
         return self.longest_answer_s > age_s + _tolerance(age_s)
 
 
 def _tolerance(age_s: float) -> float:
-    """Return the largest difference in seconds at which two requests count as equally old."""
+    """Return the largest difference in seconds between ages that count as equal."""
     return max(SAME_AGE_S, SAME_SHARE * age_s)

@@ -46,11 +46,11 @@ from batchrunner.job.sampling import THINKING
 from batchrunner.job.tasks import check_embeddings
 
 TokenLogprob = tuple[float | None, TokenCount, str | None]
-"""A token as (logarithm of its probability, id, text). The logarithm is LOWEST for minus infinity."""
+"""A token as (log probability, id, text). The log probability is LOWEST for minus infinity."""
 
 
 class Meta(msgspec.Struct):
-    """The `meta_info` of a sample, which is one of the `n` outputs for a prompt."""
+    """The `meta_info` of one output; a request with `n` has several outputs for a prompt."""
 
     finish_reason: FinishReason | Word | None = None
     prompt_tokens: TokenCount | None = None
@@ -210,31 +210,32 @@ MOST_ANSWER_BYTES = 128 << 20
 MOST_EVENT_BYTES = 16 << 20
 """Maximum bytes of an event in the answer to a bundle. A row with a larger event is sent again alone."""
 LARGE_BYTES = 1 << 20
-"""An answer with more bytes than this counts as large, so it is read only with one of the LARGE_AT_ONCE
+"""Number of bytes above which an answer is large. Large answers are read only with one of LARGE_AT_ONCE
 permits."""
 LARGE_AT_ONCE = 8
-"""Maximum number of large answers that are read at the same time. Otherwise a thousand answers that do not
-end would fill the memory."""
+"""Maximum number of large answers that are read at the same time. Without it, a thousand endless answers
+would fill the memory."""
 _OK = HTTPStatus.OK.value
 _DATA = b"data:"
 """Beginning of the line with the data of a server-sent event."""
 JSON_BEGINS = b"{", b"["
-"""First byte of a reply in JSON. Any other content, such as HTML, does not come from SGLang."""
+"""Possible first bytes of a reply in JSON. Any other content, such as HTML, does not come from SGLang."""
 BEGIN = "<think>"
-"""Tag before a model's reasoning. Some chat templates add the tag to the prompt, so the answer lacks it."""
+"""Tag before a model's reasoning. Some chat templates put this tag into the prompt, so the answer lacks
+it."""
 END = "</think>"
 """Tag after a model's reasoning."""
 TAGS = "think>"
-"""Last characters of both reasoning tags, <think> and </think>. A text without them has no reasoning."""
+"""End of both reasoning tags, <think> and </think>. A text that lacks it has no reasoning."""
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 """Column of an answer without reasoning."""
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
-"""Matches the end tag of reasoning whose begin tag is in the prompt. The end tag counts only on a line of its
-own, because an answer may mention the tag."""
+"""Matches the end tag of reasoning whose begin tag is in the prompt. Only a tag on a line of its own counts,
+because an answer may mention the tag."""
 ENDED = "stop"
 """Finish reason of an answer that the model ended, by its end token or a stop text."""
 _ENDS_OF_RESPONSES = {"completed": ENDED, "incomplete": CUT}
-"""Finish reasons of responses, by the field `status`."""
+"""Finish reasons for the values of `status` in a reply of `/v1/responses`."""
 
 
 class WholeAnswer(msgspec.Struct):
@@ -247,7 +248,7 @@ class WholeAnswer(msgspec.Struct):
 
     @property
     def is_json(self) -> bool:
-        """Whether the status is 200 and the body begins like JSON, which a proxy's page of HTML does not."""
+        """Whether the status is 200 and the body begins like JSON, unlike an HTML page of a proxy."""
         return self.status == _OK and self.content.lstrip().startswith(JSON_BEGINS)
 
 
@@ -258,7 +259,7 @@ async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> Whole
     """
     stream = answer.content
     if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
-        # In the usual case all bytes have arrived, so nothing has to be awaited.
+        # Usually all bytes have arrived, so nothing has to be awaited.
         content = stream.read_nowait()
     else:
         body = bytearray()
@@ -288,7 +289,7 @@ def stopped_at_repetition(event: Event, request: Request) -> Event | None:
     """Return a last event for an answer that repeats itself, with the text before the first repeat.
 
     Return None for an answer that does not repeat itself, or whose repetition is also in the prompt. If the
-    job asks for token ids or probabilities, the text is not shortened, because they belong to the whole text.
+    job asks for token ids or probabilities, the text stays whole, because they belong to the whole text.
     """
     from batchrunner.engines.repetition import find_repetition, repeats_in_prompt  # noqa: PLC0415 - few need it
 
@@ -341,15 +342,14 @@ class Answer(msgspec.Struct):
     reasoning: str | None = None
     """Reasoning that the server has separated from the text."""
     calls: list[ToolCall] | None = None
-    """Tool calls of the output."""
 
 
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
     """Convert a successful reply, or an event of a bundle's answer, to a Completion.
 
-    A task without decoding may have a list of replies. Raises RequestError if the reply is an abort or cannot
-    be read, if the number of outputs is not the requested number, or if all outputs are empty although the
-    model did not end them.
+    For embeddings and scores, `reply` may be a list. Raises RequestError if the reply is an abort or cannot
+    be read, if the number of outputs is not the requested one, or if all outputs are empty although the model
+    did not end them.
     """
     try:
         if isinstance(reply, Sample):
@@ -372,7 +372,6 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
 
 
 def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
-    """Convert the outputs in a `/generate` reply to a Completion."""
     needs_ids = request.asks is not None and request.asks.of_tokens
     answers = []
     for sample in samples:
@@ -385,7 +384,6 @@ def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
 
 
 def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
-    """Return the completion in a reply of the chat endpoint."""
     choices = reply.choices
     ids: Sequence[list[int] | None] = (reply.sglext and reply.sglext.output_ids) or ()
     if len(ids) != len(choices):
@@ -397,7 +395,7 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
         raise_abort(choice.meta_info.finish_reason)
         raise_abort(choice.finish_reason)
         message = choice.message
-        # A reply with one empty output is checked in `_completion`. If there are several, each must have a
+        # `_completion` checks a reply with one empty output. If there are several outputs, each must have a
         # text.
         if message is None or (len(choices) > 1 and not _has_content(message)):
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
@@ -446,8 +444,8 @@ def _completion(
 ) -> Completion:
     """Return the outputs for a request as one Completion.
 
-    Raises AttemptFailedError if their number is wrong, or if all of them are empty. An empty text counts as
-    an answer if the model ended it, or if it comes with reasoning or tool calls.
+    Raises AttemptFailedError if their number is wrong, or if all of them are empty. An empty text still
+    counts as an answer if the model ended it, or if it comes with reasoning or tool calls.
     """
     output_count = request.sampling.get("n") or 1
     if len(answers) != output_count:
@@ -481,7 +479,7 @@ def _completion(
     asks = request.asks
     if asks is None:
         return completion
-    # Most chats ask for the column `reasoning` only, and have no reasoning. They skip the steps below.
+    # Most chats ask only for the column `reasoning`, and have no reasoning. They skip the steps below.
     if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
         return completion._replace(columns=NO_REASONING)
     if "reasoning" in asks.names:
@@ -503,7 +501,7 @@ def _split_reasoning(answer: Answer) -> Answer:
         reasoning, text_after = text[: end_tag.start()], text[end_tag.end() :]
     else:
         return answer
-    # Reasoning that the server has separated takes precedence.
+    # Reasoning that the server has separated takes precedence over reasoning in the text.
     reasoning_or_none = answer.reasoning or reasoning.strip() or None
     return msgspec.structs.replace(answer, text=text_after.strip(), reasoning=reasoning_or_none)
 
@@ -532,7 +530,6 @@ def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[An
 
 
 def _text(value: Any) -> str | None:
-    """Return a value as JSON text; a string or None is returned unchanged."""
     return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -556,7 +553,7 @@ def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def _required(value: Any, name: str) -> Any:
-    """Return a value of the reply; raises AttemptFailedError if the reply lacks it."""
+    """Return `value`, which the reply must have; raises AttemptFailedError if it is None."""
     if value is None:
         raise AttemptFailedError(f"the answer lacks {name}, which output.columns requests")
     return value
@@ -571,9 +568,10 @@ def tokens_in(reply: bytes) -> list[int] | None:
 
 
 def _from_body(body: RequestBody, reply: bytes) -> Completion:
-    """Read the reply to a row of a batch file. The row's model name replaces the name in the reply.
+    """Convert the reply to a row of a batch file to a Completion.
 
-    Raises RequestError if the reply is an abort or not an answer, or if a vector is invalid.
+    The row's model name replaces the name in the reply. Raises RequestError if the reply is an abort or not
+    an answer, or if a vector is invalid.
     """
     # The reply becomes a line of the results, so it must be valid JSON.
     reply = strict_json(reply)
@@ -603,7 +601,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         return _from_response(body, reply)
     answer = decode_reply(_read_choices, reply)
     _check_choices(body, answer.choices)
-    # The completion gets the first choice only, because the column `response` has all choices.
+    # The completion gets only the first choice, because the column `response` has the whole reply.
     choice, usage = answer.choices[0], answer.usage or Usage()
     text = choice.message.content if choice.message else choice.text
     details = usage.prompt_tokens_details
@@ -673,7 +671,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
 
 
 def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
-    """Return the answer or error of each request of a task without decoding; raises for invalid replies."""
+    """Return the answer or error of each embedding or score request; raises if the replies are invalid."""
     task = requests[0].task
     assert task is not None
     return task.answers(requests, replies)

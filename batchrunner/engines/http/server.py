@@ -32,7 +32,7 @@ class SentRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Liveness:
-    """Whether a server answers, and the time of its last death."""
+    """State of a server: whether it answers, and when it last died."""
 
     is_dead: bool = False
     """Whether the server did not answer when it was last asked."""
@@ -40,7 +40,7 @@ class Liveness:
     """Time of the server's last death, in seconds of the monotonic clock; minus infinity before the first."""
     question: asyncio.Future[bool] | None = None
     """Request in flight that asks whether the server answers; None if there is none. All rows whose
-    connections broke together share the request and its result."""
+    connections broke together share its result."""
 
     def record(self, *, alive: bool) -> None:
         """Record whether the server is alive now. The time of death is that of the first failed check."""
@@ -59,10 +59,10 @@ class ModelWatch:
 
     ask: ModelQuestion
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a request that asks for the model is in flight, so that the next such request waits."""
+    """Held while a request for the server's model is in flight, so that the next one waits."""
     next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
-    """Task that will ask the server next which model it serves; its request is not sent yet. Its result is an
-    error, or None if the server serves the run's model."""
+    """The next request for the server's model, if it is not sent yet. The task's result is an error, or None
+    if the server serves the run's model."""
 
 
 class HangPause(NamedTuple):
@@ -78,7 +78,7 @@ class HangPause(NamedTuple):
     def is_over(self, now: float, progress: object) -> bool:
         """Tell whether the pause is over at the time `now`.
 
-        It ends after its time, or as soon as a change of the server's `progress` shows that the server works
+        It ends at `until`, or as soon as the server's `progress` has changed, because the server then works
         again.
         """
         return now > self.until or bool(progress and progress != self.progress)
@@ -90,17 +90,15 @@ class Endpoint:
 
     url: str
     hangs: HangDetector
-    """Finds hangs of the server."""
     address: str = ""
     """URL to which the server's requests are sent: `url`, or the URL of a gateway."""
     liveness: Liveness = field(default_factory=Liveness)
     arguments: Mapping[str, Any] | None = None
     """The server's arguments at the start of the run; None if the server did not answer then."""
     watch: ModelWatch | None = None
-    """Asks the server which model it serves; None before the run's model is known."""
+    """Checks which model the server serves; None before the run's model is known."""
     doubts: int = 0
-    """Number of signs, since the server's model was last confirmed, that another server may be at its
-    address."""
+    """Number of times since the last check of the model that another server may have taken the address."""
     senders: dict[str, PostSender] = field(default_factory=dict)
     """Senders of POST requests, by path."""
     requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
@@ -114,11 +112,10 @@ class Endpoint:
     hang_pause: HangPause | None = None
     """Pause in which the server gets no rows; None if the server does not hang."""
     closed: str | None = None
-    """Reason why the server gets no requests now, from `is_listed` and `hang_pause`; None if it gets
+    """Reason why the server gets no requests now: it hangs, or its gateway does not list it. None if it gets
     requests."""
 
     def __post_init__(self) -> None:
-        """Send requests to the server itself, unless they go through a gateway."""
         self.address = self.address or self.url
 
     @property
@@ -127,7 +124,7 @@ class Endpoint:
         return len(self.requests)
 
     def doubt(self) -> None:
-        """Record that the server was away, so that another server may be at its address now."""
+        """Record that the server was away: another server may have its address now."""
         if self.watch is not None:
             self.doubts += 1
 
@@ -153,14 +150,13 @@ class Endpoint:
         self._update_closed()
 
     def _update_closed(self) -> None:
-        """Set `closed`: the reason why the server gets no requests, or None if it gets them."""
         if not self.is_listed:
             self.closed = f"the gateway sends no rows to {self.url} now"
         else:
             self.closed = None if self.hang_pause is None else self.hang_pause.why
 
     def end_requests(self, sent_before: float) -> None:
-        """Cancel the requests that were sent before a time (monotonic clock), and remove them."""
+        """Cancel and remove the requests that were sent before a time (monotonic clock)."""
         tasks = [task for task, request in self.requests.items() if request.sent_at < sent_before]
         for task in tasks:
             # A missing entry tells the task that the cancellation did not come from its caller.

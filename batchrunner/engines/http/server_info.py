@@ -1,6 +1,6 @@
 """Reads what servers report about themselves: their load, model and arguments.
 
-The load comes from `/v1/loads`, EngineInfo and TokenizerInfo come from `/model_info` and `/server_info`.
+The load comes from `/v1/loads`. The model and the arguments come from `/model_info` and `/server_info`.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ PREFIX = "sglang:"
 MOST_BYTES = 8 << 20
 """Maximum bytes of a reply that are read. The `/metrics` of a large server has a tenth of that."""
 MOST = 1 << 53
-"""Maximum of a gauge or counter: up to this value a double can hold every integer."""
+"""Maximum of a gauge or counter. A double represents every integer up to this value exactly."""
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
-"""Errors that every request in this module may raise if the server does not answer in time."""
+"""Errors of every request in this module if the server does not answer in time."""
 NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
-"""Errors that `ServerStatus.load` may also raise, for a reply that does not come from SGLang."""
+"""Errors that `ServerStatus.load` raises, in addition, for a reply that does not come from SGLang."""
 
 
 def in_words(failure: Exception) -> str:
@@ -104,8 +104,8 @@ class ServerStatus:
     async def load(self, timeout_s: float, running_by_states: int | None = None) -> list[SchedulerLoad]:
         """Return the load of each scheduler; empty if the server does not have the path LOADS.
 
-        Any other status raises ClientPayloadError, because the server may answer later. For
-        `running_by_states` see `load_in`.
+        Any other status than 200 raises ClientPayloadError, because the server may answer later.
+        `running_by_states` is the same as in `load_in`.
         """
         status, body = await self.get(LOADS, timeout_s)
         if status in NO_SUCH_PATH:
@@ -124,8 +124,8 @@ class ServerStatus:
 
 
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
-"""Number of requests at one scheduler. The upper limit is about sixteen times the number of TCP ports of one
-IP address."""
+"""Number of requests at one scheduler. A reply with a larger number is invalid, because no server could have
+so many."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """A number of tokens in the reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
@@ -166,9 +166,9 @@ def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list
     """Return the loads of the DP ranks of the server at `url`, as read from a reply's `body`.
 
     A reply does not say how full the state pool of a hybrid model is. The pool holds the states of
-    `running_by_states` requests; None means a model without states. If this number is also the scheduler's
-    limit of running requests, the number of running requests tells how full the pool is. Raises ValueError if
-    the body is not a load.
+    `running_by_states` requests; None means a model without states. If the scheduler may run just as many
+    requests, the pool's usage is computed from the number of running requests. Raises ValueError if the body
+    is not a load.
     """
     try:
         loads = _read_loads.decode(body).loads
@@ -202,10 +202,10 @@ def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list
 def counters_in(text: str) -> dict[str, float]:
     """Return SGLang's counters and gauges in `/metrics`, by their names without `sglang:`.
 
-    Each is the sum over all schedulers. All pipeline stages and tensor-parallel ranks of a DP rank report the
-    same values, so only the lowest rank counts, which is not always rank 0 with DP attention. Invalid values
-    (infinite, not a number, negative) are left out. Raises ValueError if the text is not in Prometheus's
-    format.
+    Each value is the sum over all schedulers (DP ranks). All pipeline stages and tensor-parallel ranks of a
+    DP rank report the same value, so only the lowest rank counts. With DP attention, this is not always rank
+    0. Invalid values (infinite, not a number, negative) are left out. Raises ValueError if the text is not in
+    Prometheus's format.
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
@@ -242,7 +242,7 @@ def _work(load: _Scheduler) -> float | None:
 def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
     """Raise EngineStartError if the `/model_info` of a server shows that its model cannot do a task.
 
-    `who` is the beginning of the message, which names the server and its model.
+    `who` names the server and its model at the beginning of the message.
     """
     forward_task, generates = TASKS.get(task), model.get("is_generation")
     needs_generation = forward_task is None or forward_task.by_generation
@@ -263,7 +263,7 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
     """
     forward_task = TASKS.get(task)
     if forward_task is None or not forward_task.architectures:
-        # Any model can do a task without required architectures, such as the generation of text.
+        # A task such as the generation of text requires no architecture: any model can do it.
         return
     if not isinstance(architectures, list) or not architectures:
         return
@@ -304,7 +304,7 @@ class ServerQuestions:
             model = await self._model_info(url, TIMING.server_open)
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
-            # A gateway does not answer `/model_info`, so it is recognized here and gets a message of its own.
+            # A gateway does not answer `/model_info`. It gets a message of its own.
             await self._refuse_gateway(url)
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineAwayError(str(failure), hint=hint) from None
@@ -319,7 +319,7 @@ class ServerQuestions:
         return model, server
 
     async def _refuse_gateway(self, url: str) -> None:
-        """Raise EngineStartError if a Model Gateway answers at a URL that should be a server's."""
+        """Raise EngineStartError if a Model Gateway answers at the URL of a server."""
         reply = dict[str, Any]()
         with contextlib.suppress(EngineDownError):
             reply = await self._ask(url, WORKERS, TIMING.server_open)
@@ -374,7 +374,7 @@ class ServerQuestions:
 
 
 def _in_all(models: Sequence[Mapping[str, Any]], key: str) -> bool | None:
-    """Return whether a flag is set in the `/model_info` of all replicas; None if one lacks the flag."""
+    """Return whether all replicas have a flag set in their `/model_info`; None if one lacks the flag."""
     values = [model.get(key) for model in models]
     return all(values) if all(isinstance(value, bool) for value in values) else None
 
@@ -385,25 +385,27 @@ _CHAT_ARGUMENTS = (
     "preferred_sampling_params",
 )
 """Server arguments that change the token ids or the answer of a chat. If none of them is set, `/generate`
-gives the same answer for the same token ids as the chat endpoint (serving_chat.py of SGLang 0.5.23)."""
+answers the token ids of a chat just as the chat endpoint answers its messages (serving_chat.py of SGLang
+0.5.23)."""
 OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
-"""Model types whose chats SGLang treats specially: special tokens in the answer, rules for the messages."""
+"""Model types whose chats SGLang treats specially, by special tokens in the answer or rules for the
+messages."""
 _IN_PIECES = ("incremental_streaming_output", "stream_output")
-"""Arguments with which each event has only the text since the last event. The second is the older name. With
-such a server, each row is sent in a request of its own."""
+"""Arguments with which each event has only the text since the last event. The second is the older name. Each
+row is sent to such a server in a request of its own."""
 BUDGET_PARSERS = {
     *("deepseek-v3", "deepseek-v4", "deepseek-v41", "dots", "glm45", "interns1", "kimi_k2", "kimi_k3"),
     *("ling3", "mimo", "minimax", "nanbeige", "poolside_v1", "qwen3", "qwen3-thinking"),
 }  # fmt: skip
-"""Reasoning parsers with which SGLang 0.5.23 obeys a request's `max_thinking_tokens`. Their detectors have
+"""Reasoning parsers with which SGLang 0.5.23 supports `max_thinking_tokens`. Their detectors have
 `think_excluded_tokens` (parser/reasoning_parser.py, constrained/reasoner_grammar_backend.py)."""
 
 
 def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str | None:
-    """Return why a server would ignore or refuse `max_thinking_tokens`; None if it obeys the budget.
+    """Return why a server would ignore or refuse `max_thinking_tokens`; None if it supports the budget.
 
-    Without a default budget, only some reasoning parsers support `max_thinking_tokens`. `any_parser` tells
-    that the server has a default budget (SGLANG_MAX_THINK_TOKENS), with which every parser supports it.
+    Usually only some reasoning parsers support it. `any_parser` tells that the server has a default budget
+    (SGLANG_MAX_THINK_TOKENS), with which every parser supports it.
     """
     parser = server.get("reasoning_parser")
     if not parser:
@@ -426,7 +428,7 @@ def describe(
         kind="attach",
         model=model_identity(str(models[0]["model_path"])),
         version=version if isinstance(version, str) else None,
-        # The limits in the loads are those in effect. Without loads, use the servers' arguments.
+        # The loads have the limits in effect. Without loads, the limits in the servers' arguments are used.
         max_running=_sum(load.max_running for load in loads)
         or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
@@ -438,7 +440,8 @@ def describe(
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
-        # A model that takes images may also take videos, but no server reports it. So None means unknown.
+        # No server reports whether its model takes videos. A model that takes images may, so it is None
+        # (unknown).
         takes_videos=takes_images and None,
         no_thinking_budget=next(filter(None, map(why_no_budget, servers)), None),
         one_by_one=next(filter(None, map(sends_pieces, servers)), None),
@@ -474,10 +477,10 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
 
 
 def running_by_states(server: Mapping[str, Any]) -> int | None:
-    """Return the number of requests whose states fit into the state pool of a server's first scheduler.
+    """Return how many requests fit into the state pool of a server's first scheduler.
 
-    `server` is the server's `/server_info`. Return None for a model without states; only hybrid models have
-    a state pool.
+    `server` is the server's `/server_info`. Return None for a model without states; only hybrid models have a
+    state pool.
     """
     state = next(iter(scheduler_states(server)), {})
     slots = limit_of(state.get("max_mamba_cache_size"))
@@ -491,8 +494,8 @@ LEAST_DEFAULT_RUNNING = 2048
 def memory_caps_running(server: Mapping[str, Any]) -> bool:
     """Tell whether memory lets a server's first scheduler run fewer requests than its arguments ask for.
 
-    `server` is the server's `/server_info`. If the arguments set no limit, the limit in effect is compared
-    with SGLang's default, for a hybrid model only (which has a `max_mamba_cache_size`).
+    `server` is the server's `/server_info`. If the arguments of a hybrid model (one with
+    `max_mamba_cache_size`) set no limit, SGLang's default counts as the limit asked for.
     """
     state = next(iter(scheduler_states(server)), {})
     in_effect = limit_of(state.get("effective_max_running_requests_per_dp"))
@@ -518,7 +521,7 @@ def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> Token
 
 
 def _sum(limits: Iterable[Any]) -> int | None:
-    """Return the sum of a limit over all schedulers; None if one of them does not report the limit."""
+    """Return the sum of a limit over all schedulers; None if one of them does not report it."""
     checked = [limit_of(limit) for limit in limits]
     return sum(limit or 0 for limit in checked) if checked and all(checked) else None
 
@@ -532,9 +535,9 @@ def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
 
 
 def sends_pieces(server: Mapping[str, Any]) -> str | None:
-    """Return a phrase that names the argument by which a server sends only the new text in each event.
+    """Return "the server runs with --…" if each event of an answer has only the new text.
 
-    The phrase is "the server runs with --…". Return None if each event has the whole text so far.
+    The phrase names the argument that causes this. Return None if each event has the whole text so far.
     """
     return _runs_with(server, _IN_PIECES)
 
@@ -567,7 +570,7 @@ def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str
 
 
 def pooling_note(model: Mapping[str, Any]) -> str | None:
-    """Return a note for the user if a server pools vectors in another way than the model's authors do.
+    """Return a note for the user if a server pools embeddings otherwise than the model's authors do.
 
     `model` is the server's `/model_info`. Return None if the two agree, or if one of them is unknown.
     """

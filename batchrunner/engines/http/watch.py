@@ -47,7 +47,7 @@ def watch_server(url: str, span_s: float) -> Situation:
 async def _watch(url: str, span_s: float) -> Situation:
     """Poll a server for `span_s` seconds, or until Ctrl-C; see `watch_server`."""
     is_interrupted = asyncio.Event()
-    # Outside the main thread no signal handler can be set, and Ctrl-C is not for this function.
+    # A signal handler can be set only in the main thread. Elsewhere, Ctrl-C is not for this function.
     with contextlib.suppress(NotImplementedError, RuntimeError):
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, is_interrupted.set)
     key = os.environ.get(API_KEY_VARIABLE)
@@ -67,14 +67,12 @@ async def _watch(url: str, span_s: float) -> Situation:
 
 
 class _Server:
-    """A server that is polled, and the readings so far."""
+    """One server that is polled, with the results of all polls so far."""
 
     def __init__(self, status: ServerStatus) -> None:
         self._status = status
         self._series = Series()
-        """Load samples so far."""
         self._facts = Facts()
-        """What the polls have shown about the server."""
         self._report_times: dict[str, float | None] = {}
         """Time stamp of the last load report of each scheduler."""
         self._first_counters: dict[str, float] = {}
@@ -103,7 +101,7 @@ class _Server:
         self._facts.arguments = {
             name: value for name, value in info.items() if name not in {"version", "internal_states"}
         }
-        # The first scheduler stands for all, because they have the same limits.
+        # All schedulers have the same limits, so the first one stands for all.
         state = next(iter(scheduler_states(info)), {})
         memory = state.get("memory_usage")
         memory = memory if isinstance(memory, dict) else {}
@@ -113,7 +111,7 @@ class _Server:
             self._facts.states = StatePool(slots, per_request, kv_gb=kv_gb)
         self._facts.weights_gb = number(memory.get("weight"))
         self._facts.card_gb = _free_at_first(memory)
-        # The class of the model is optional, so a failure is ignored.
+        # The class of the model is optional, so a failed request is ignored.
         with contextlib.suppress(*NOT_REACHED):
             _, model = await self._status.mapping(MODEL_INFO, TIMING.advise_timeout)
             classes = model.get("architectures")
@@ -156,13 +154,13 @@ class _Server:
     def _add(self, loads: Sequence[SchedulerLoad]) -> None:
         """Record the load of each scheduler that has work.
 
-        The numbers of `/metrics` are sums over all schedulers, so each scheduler gets an equal part of them.
+        The values of `/metrics` are sums over all schedulers, so each scheduler gets an equal part.
         """
         counters = self._last_counters
         graph, rate = counters.get("is_cuda_graph"), counters.get("gen_throughput")
         state_usage_sum = counters.get("mamba_usage", 0.0)
         for load in loads:
-            # SGLang repeats a scheduler's last report until the scheduler makes another, so count it once.
+            # SGLang repeats a scheduler's last report until there is a new one, so each is counted once.
             is_repeated = (
                 load.taken_at is not None and self._report_times.get(load.scheduler) == load.taken_at
             )
@@ -175,7 +173,7 @@ class _Server:
                 graph=None if graph is None or not load.running else bool(graph),
                 rate=rate and rate / len(loads),
             )
-            # `/v1/loads` or `/metrics` may lack the usage of the state pool, which is 0 then.
+            # `/v1/loads` or `/metrics` may lack the usage of the state pool; it is 0 then.
             state_usage = max(sample.state_usage, state_usage_sum / len(loads))
             self._series.add(load.scheduler, sample._replace(state_usage=state_usage))
 
@@ -195,12 +193,12 @@ def _free_at_first(memory: dict[str, Any]) -> float | None:
 def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
     """Return the limits of a server's first scheduler.
 
-    `info` has the server's arguments. A value in the scheduler's `state` takes precedence, unless it is null
-    or 0. `memory` is the scheduler's `memory_usage`.
+    A value in the scheduler's `state` takes precedence over the server's arguments in `info`, unless it is
+    null or 0. `memory` is the scheduler's `memory_usage`.
     """
     limits = {**info, **{name: value for name, value in state.items() if value}}
     running_name = "max_running_requests"
-    # With DP attention, a scheduler may run only its share of the argument's number of requests.
+    # With DP attention, a scheduler may run only its share of the requests in the argument.
     limits[running_name] = limit_in_effect(state, running_name) or limits.get(running_name)
 
     def limit(name: str) -> int | None:

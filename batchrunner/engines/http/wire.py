@@ -41,8 +41,8 @@ RID_FIELDS = {
     COMPLETIONS_PATH: "rid",
     RESPONSES_PATH: "request_id",
 }
-"""Fields with the ID by which a request can be aborted, by the path of an endpoint that generates text. A
-request to any other endpoint takes one forward pass, which cannot be aborted."""
+"""Name of the request field with the id by which SGLang can abort the request, for each endpoint that
+generates text. Requests to other endpoints take one forward pass, which cannot be aborted."""
 ANY_MODEL = "default"
 """Model name that SGLang accepts for the model it serves, whatever that model is called."""
 
@@ -60,10 +60,10 @@ def path_of(request: Request) -> str:
 
 
 def refuse_deadly(request: Request, vocabulary: int | None) -> None:
-    """Raise RowRefusedError for a prompt that would kill a server, or for a chat in a task without chats.
+    """Raise RowRefusedError for a prompt that would crash a server, or for a chat in a task without chats.
 
-    An empty `text`, or a token id outside the model's vocabulary, ends the scheduler of SGLang 0.5.23, and
-    with it every row in flight. `vocabulary` is the number of tokens in the vocabulary; None if unknown.
+    In SGLang 0.5.23, an empty `text` or a token id outside the vocabulary crashes the scheduler, and with it
+    every row in flight. `vocabulary` is the number of tokens in the vocabulary; None if unknown.
     """
     if request.kind == "messages":
         if request.task is not None:
@@ -77,7 +77,6 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
 
 
 def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
-    """Raise RowRefusedError for a prompt, a text or a list of token ids, that would kill a server."""
     if not prompt:
         raise RowRefusedError("the prompt is empty")
     if isinstance(prompt, list):
@@ -101,7 +100,7 @@ def body_of(request: Request) -> dict[str, Any]:
 
 
 def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """Return a body as JSON; raises RowRefusedError for values that neither JSON nor `default` can write."""
+    """Return a body as JSON; raises RowRefusedError for a value that neither JSON nor `default` can write."""
     try:
         return orjson.dumps(body, default=default)
     except TypeError as failure:
@@ -112,7 +111,7 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
 def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
     """Return a body with `fields` added, which override fields of the same names in the body.
 
-    The body is not decoded. The fields are appended, because a JSON parser uses the last of several values.
+    The body is not decoded: the fields are appended, because a JSON parser uses the last of several values.
     """
     body_without_brace = body.rstrip()[:-1].rstrip()
     comma = b"" if body_without_brace == b"{" else b","
@@ -146,7 +145,7 @@ def _with_budget(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data_urls(file: PromptFile) -> list[str]:
-    """Return the data URL of a file, or a data URL for each page of a document."""
+    """Return a file as data URLs: one for each page of a document, else a single one."""
     return [
         f"data:{file.kind.media_type};base64,{b64encode(content).decode()}" for content in file.ready or ()
     ]
@@ -167,7 +166,6 @@ def _media_fields(request: Request) -> dict[str, Any]:
 
 
 def _output_count(request: Request) -> int:
-    """Return the number of outputs that a request asks for."""
     return request.sampling.get("n") or 1
 
 
@@ -251,20 +249,20 @@ def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
 
 
 STREAM_INTERVAL = 1 << 30
-"""Number of tokens between two events of a row that is not watched for repetition. The number is so large
-that only two events come: one after the first token, and one at the end."""
+"""Number of tokens between two events of a row that is not watched for repetition. It is so large that only
+two events come: one after the first token, and one at the end."""
 LEAST_TOKENS = 1024
-"""An answer is watched for repetition if its `max_new_tokens` is at least this number. A shorter answer has
-no room for repetition."""
+"""Minimum `max_new_tokens` of an answer that is watched for repetition. Shorter answers have no room for
+it."""
 LEAST_BETWEEN = 256
 """Minimum number of tokens between two events of a watched row."""
 MOST_EVENTS = 32
-"""Approximate maximum number of events of a watched row. More events would cost too much, because each has
-the whole text so far."""
+"""Approximate maximum number of events of a watched row. Each event has the whole text so far, so more events
+would cost too much."""
 UNLIMITED_TOKENS = 16_384
 """Assumed `max_new_tokens` of a row that sets none."""
 _GRAMMARS = ("regex", "ebnf", "structural_tag")
-"""Sampling parameters that constrain the output by a grammar, except `json_schema`."""
+"""Sampling parameters with a grammar for the output, other than `json_schema`."""
 
 
 def tokens_between_events(request: Request) -> int | None:
@@ -284,14 +282,13 @@ def tokens_between_events(request: Request) -> int | None:
 
 
 def _may_ask_for_repetition(sampling: Mapping[str, Any]) -> bool:
-    """Tell whether sampling parameters may make an answer repeat itself."""
     schema = str(sampling.get("json_schema") or "")
     has_lists = '"array"' in schema or '"items"' in schema
     return has_lists or bool(sampling.get("ignore_eos")) or any(sampling.get(name) for name in _GRAMMARS)
 
 
 def _streamed(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters for an answer that comes as events."""
+    """Return sampling parameters for an answer that comes as a stream of events."""
     return {**sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
 
 
@@ -302,7 +299,7 @@ def watched_body(request: Request) -> dict[str, Any]:
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the body that sends several prompts of token ids to `/generate`, with a streamed answer."""
+    """Return the body of one streamed `/generate` request for several prompts of token ids."""
     samplings = [_streamed(request, request.sampling) for request in requests]
     are_equal = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {
@@ -339,7 +336,7 @@ def chat_body(request: Request) -> dict[str, Any]:
     if tag is not None:
         body["response_format"] = {"type": "structural_tag", **_json(tag, "structural_tag")}
     spaces = sampling.pop("spaces_between_special_tokens", None)
-    # The chat endpoint of SGLang 0.5 reads this parameter in `chat_template_kwargs`.
+    # The chat endpoint of SGLang 0.5 reads `spaces_between_special_tokens` in `chat_template_kwargs`.
     if spaces is not None:
         template_kwargs["spaces_between_special_tokens"] = spaces
     # All other sampling parameters are fields of the body, some of them under other names.
@@ -357,7 +354,7 @@ def chat_body(request: Request) -> dict[str, Any]:
 
 
 def tokenize_body(request: Request, *, special: bool = True) -> dict[str, Any]:
-    """Return the body for `/v1/tokenize`, which returns the token ids that the prompt's endpoint would use.
+    """Return the body for `/v1/tokenize`, which returns the token ids of a prompt.
 
     With `special` the ids of a text include the tokens that begin and end a prompt (BOS, EOS).
     """
@@ -407,10 +404,10 @@ PostedAnswer = DirectAnswer | aiohttp.ClientResponse
 class PostSender:
     """Posts JSON to one URL, on connections of an aiohttp session's pool.
 
-    For each row, `aiohttp.ClientSession.post` creates a request, a writer with its own asyncio task, and a
-    response, so that a plain row costs 44 % more instructions. This class makes the head of the request only
-    once. Connecting, TLS, the pool and the parsing of HTTP are left to aiohttp. A request through a proxy is
-    posted by aiohttp's session.
+    It exists because `aiohttp.ClientSession.post` creates a request, a writer with its own asyncio task, and
+    a response for each row, which takes 44 % more instructions for a plain row. This class makes the head of
+    the request only once. aiohttp still does the connecting, TLS, pooling and parsing of HTTP. A request
+    through a proxy is posted by aiohttp's session.
     """
 
     def __init__(
@@ -422,8 +419,8 @@ class PostSender:
         self._connector = session.connector
         self._url = url
         self._headers = headers
-        # The connector reads the address to connect to from `_request`, which is never sent. It also has the
-        # headers that aiohttp adds.
+        # `_request` is never sent. It tells the connector where to connect, and has the headers that aiohttp
+        # adds.
         self._request = aiohttp.ClientRequest(
             "POST", url, headers={**session.headers, "Content-Type": JSON, **headers}
         )

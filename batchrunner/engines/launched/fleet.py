@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class LaunchedFleet(HttpEngine):
     """Servers that live as long as this object is open, and never longer than this process.
 
-    Each server gets rows according to its own load. The run continues while at least one of them lives.
+    Each server gets rows according to its own load. The run continues while at least one of them is alive.
     """
 
     starts_servers = True
@@ -74,11 +74,13 @@ class LaunchedFleet(HttpEngine):
         self._replicas: dict[str, SGLangServer] = {}
         """The servers by their URLs, which are also the names of the routes."""
         self._healer: Healer | None = None
-        """Chooses safer arguments after a death; None without recovery."""
+        """Chooses safer arguments after the death of a server; None without recovery."""
         self._shape = shape
-        """Digest by which tuned flags are stored for similar jobs; None if flags are not tuned."""
+        """Digest of the job, by which tuned flags are stored for similar jobs; None if flags are not
+        tuned."""
         self.memory: FlagMemory | None = None
-        """Learned flags for jobs of this shape; None if flags are not tuned during the run."""
+        """Flags that earlier runs of similar jobs have learned; None if flags are not tuned during the
+        run."""
         self._watching: list[asyncio.Task[None]] = []
         """Tasks that restart the servers and the gateway."""
         self.gateway: LaunchedGateway | None = None
@@ -104,7 +106,7 @@ class LaunchedFleet(HttpEngine):
         self._replicas = {server.url: server for server in servers}
         await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
-        # With a default budget, every reasoning parser obeys the budgets of rows.
+        # With a default budget, every reasoning parser supports the thinking budgets of rows.
         if THINK_LIMIT in spec.env:
             described = [endpoint.arguments for endpoint in self.serving if endpoint.arguments is not None]
             reasons = [why_no_budget(arguments, any_parser=True) for arguments in described]
@@ -121,7 +123,7 @@ class LaunchedFleet(HttpEngine):
             await self.gateway.start([*self._replicas])
             self._watching.append(asyncio.create_task(self.gateway.watch()))
             notes = (f"other clients can use the replicas through the gateway {self.gateway.url}", *notes)
-        # Only a single server is known to have all GPUs of its machines.
+        # With several servers, none of them has all GPUs.
         has_all_gpus = len(servers) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,
@@ -144,7 +146,7 @@ class LaunchedFleet(HttpEngine):
         return self.memory is not None or super().may_speculate()
 
     def arguments_of(self, url: str) -> Mapping[str, Any]:
-        """Return a server's present arguments, with its tuned flags, and with underscores in the names."""
+        """Return a server's present arguments, tuned flags included, with underscores in the names."""
         adapted = self._replicas[url].adapted
         return {**super().arguments_of(url), **{name.replace("-", "_"): adapted[name] for name in adapted}}
 
@@ -163,10 +165,10 @@ class LaunchedFleet(HttpEngine):
         await super().generate_many(requests, route, ended)
 
     async def _until_up(self, route: str) -> None:
-        """Wait until the server of a route is up; raises EngineDownError or EngineLostError if it is lost."""
+        """Wait until the server of a route is up; raises EngineDownError or EngineLostError."""
         server = self._replicas[route]
         if server.lost and not all(replica.lost for replica in self._replicas.values()):
-            # The rows of this server go to other replicas.
+            # The rows of this lost server go to other replicas.
             raise EngineDownError(str(server.lost))
         await server.ready()
 
@@ -175,7 +177,7 @@ class LaunchedFleet(HttpEngine):
         loads = await super().loads()
         for url, replica in self._replicas.items():
             endpoint = self.endpoints[url]
-            # A server that starts or drains is not judged for hangs. While it drains, it waits until
+            # A server that starts or drains is not checked for hangs. While it drains, it waits until
             # `has_work` is false.
             if not replica.up:
                 replica.has_work = endpoint.in_flight > 0
@@ -206,7 +208,7 @@ class LaunchedFleet(HttpEngine):
     def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
         """Return the servers, not yet started. Replicas divide the GPUs among them.
 
-        A single server sees all GPUs, and logs under a name of its own.
+        A single server sees all GPUs, and logs to `engine-server.log`.
         """
         spec = self._spec
         make = functools.partial(
@@ -230,7 +232,7 @@ def _refuse_several_gpus(spec: ServerEngine) -> None:
     """Raise EngineStartError for a job that needs several GPUs on a machine without a GPU.
 
     A job that needs one GPU runs on the CPU instead. Several servers, or several ranks of one server, would
-    only share that CPU.
+    only compete for that CPU.
     """
     gpu_count = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
     if gpu_count > 1:
@@ -242,10 +244,10 @@ def _refuse_several_gpus(spec: ServerEngine) -> None:
 
 
 def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[list[str]]:
-    """Divide the GPUs among the replicas: return the devices of each replica, `size` of them.
+    """Divide the GPUs among the replicas: return `size` devices for each replica.
 
-    `devices` is empty on a CPU, or if the GPUs are unknown. Then the slices are empty too, and `auto` means
-    one replica. Raises EngineStartError if there are too few GPUs.
+    `devices` is empty on a CPU, or if the GPUs are unknown. Then each replica gets an empty list, and `auto`
+    means one replica. Raises EngineStartError if there are too few GPUs.
     """
     if not devices:
         return [[] for _ in range(1 if replicas == "auto" else int(replicas))]
@@ -259,7 +261,7 @@ def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[l
 
 
 async def _start_all(starts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all starts at the same time; the first failure cancels the others."""
+    """Run all starts at the same time; if one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as group:
             for start in starts:

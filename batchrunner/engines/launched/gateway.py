@@ -1,4 +1,4 @@
-"""Starts a Model Gateway (`smg`) in front of a run's servers: one address of all replicas for other clients.
+"""Starts a Model Gateway (`smg`) in front of a run's servers, so that other clients need only one address.
 
 The run sends its own rows to the replicas directly. If the gateway dies, it is restarted. The gateway never
 outlives this process.
@@ -23,17 +23,15 @@ from batchrunner.sglang.device import program_environment
 log = logging.getLogger(__name__)
 
 MODULE = "smg.launch_router"
-"""Python module that runs the gateway."""
 ARGUMENTS = (
     *("--policy", "cache_aware", "--routing-key-override", "--routing-key-headers", "x-smg-routing-key"),
     *("--max-concurrent-requests", "0", "--health-check-interval-secs", "5"),
     *("--disable-worker-overload-protection", "--load-monitor-interval", "1"),
 )
-"""Arguments of the gateway, for these effects: Requests with a common prefix go to the same replica, unless a
-routing key chooses the replica. No limit of the gateway refuses a request. A restarted replica is used again
-within seconds. Overload protection is off, because by default it sends no request to a replica with 8 waiting
-requests, and a run keeps at least 100 waiting at each replica. Load reports are at most 1 s old, for runs
-that send rows through the gateway."""
+"""Arguments of the gateway. Requests with a common prefix go to the same replica, unless a routing key names
+another. No limit of the gateway refuses a request. A restarted replica is used again within seconds. Overload
+protection is off: by default, a replica with 8 waiting requests gets no more, but a run keeps at least 100
+waiting at each replica. Load reports are at most 1 s old, for runs that send rows through the gateway."""
 START_S = 120.0
 """Maximum number of seconds until the gateway lists all replicas."""
 
@@ -44,7 +42,6 @@ class LaunchedGateway:
     def __init__(self, *, python: str | None, key: str, log_path: Path) -> None:
         """`python` has the module `smg`, and `key` is the API key of the gateway and of the replicas."""
         self.url = f"http://127.0.0.1:{free_port()}"
-        """Address of the gateway."""
         self._python = python or sys.executable
         self._key = key
         self._log_path = log_path
@@ -119,7 +116,7 @@ class LaunchedGateway:
 
 
 async def _listed(questions: GatewayQuestions) -> list[GatewayWorker]:
-    """Return the workers that a gateway lists; empty while the gateway does not answer."""
+    """Return the workers that a gateway lists; empty if the gateway does not answer."""
     try:
         return await questions.workers(TIMING.status_timeout)
     except EngineDownError:

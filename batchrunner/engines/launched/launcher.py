@@ -51,7 +51,7 @@ POLL_S = 0.1
 KILL_S = 10.0
 """Maximum seconds to wait until all killed processes have ended."""
 NO_MODEL = (".", "checkpoint-", "original")
-"""Prefixes of the names of a model's subfolders that SGLang does not read, so they are not copied."""
+"""Prefixes of the names of subfolders that SGLang does not read, so they are not copied with a model."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run; see `batchrunner.core.processes`."""
 
@@ -61,13 +61,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl(2). On a system without prctl, only the end of the pipe stops the server."""
+    """Call prctl(2). Without prctl, the server is stopped only by the end of the pipe."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def read_config(descriptor: int) -> dict[str, Any]:
-    """Return the configuration in the first line of a pipe. The rest of the pipe is not read."""
+    """Return the configuration in the first line of a pipe; leave the rest of the pipe unread."""
     line = bytearray()
     while not line.endswith(b"\n"):
         # A larger read could take bytes of the rest of the pipe.
@@ -80,10 +80,10 @@ def read_config(descriptor: int) -> dict[str, Any]:
 
 
 def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the configuration for one of several machines, which has a log and a port of its own."""
+    """Return the configuration for one of several machines, which has its own log and port."""
     argv = [*config["argv"], "--node-rank", str(rank)]
     log = Path(config["log"])
-    # Only rank 0 listens at the server's own port and writes to its log.
+    # Only rank 0 listens at the server's port and writes to the server's own log.
     if rank:
         log = log.with_name(f"{log.stem}-node{rank}{log.suffix}")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -96,8 +96,8 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
 def local_copy(source: str, cache: str, name: str) -> str:
     """Copy a model's directory into `cache`, once for all servers; return the path of the copy.
 
-    A model that has changed gets a new copy. Servers that start at the same time wait for one of them to
-    copy. The path exists only once the copy is complete. `cache` may contain environment variables. Raises
+    A model that has changed gets a new copy. If servers start at the same time, one copies and the others
+    wait. The path exists only once the copy is complete. `cache` may contain environment variables. Raises
     SystemExit with a reason.
     """
     cache = os.path.expandvars(cache)
@@ -121,7 +121,7 @@ def local_copy(source: str, cache: str, name: str) -> str:
 
 
 def files_of(source: str) -> dict[str, tuple[int, int]]:
-    """Return the size in bytes and the modification time in ns of each file below a directory, by path."""
+    """Return the size (bytes) and modification time (ns) of each file below a directory, by path."""
     files = {}
     for directory, folders, names in os.walk(source, followlinks=True):
         # `os.walk` visits only the folders that stay in this list, in their order.
@@ -135,7 +135,7 @@ def files_of(source: str) -> dict[str, tuple[int, int]]:
 def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> None:
     """Copy the `files` of the directory `source` to the new directory `copy`; raises OSError.
 
-    A copy that was killed is continued. A file that changes during the copy is an error.
+    If an earlier copy was killed, it is continued. A file that changes during the copy is an error.
     """
     unfinished = copy.with_name(f"{copy.name}.part")
     existing = files_of(str(unfinished))
@@ -160,7 +160,8 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
             raise OSError("the model changed while it was copied")  # noqa: TRY301
         unfinished.rename(copy)
     except OSError:
-        # If the disk is full, an unfinished copy must not keep it full.
+        # After a failure, such as a full disk, the unfinished copy is removed, because it may be what fills
+        # the disk.
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
@@ -179,14 +180,14 @@ def descendants(root: int) -> list[int]:
         if state not in b"ZX":
             children.setdefault(int(parent), []).append(int(file.parent.name))
     tree = [root]
-    # The list grows while it is read, so that grandchildren are found too.
+    # `tree` grows during the loop, so that grandchildren are found too.
     for pid in tree:
         tree += children.get(pid, [])
     return tree[1:]
 
 
 class ServerTree:
-    """The server's processes. Reaps processes that end, and kills all of them when the server is stopped."""
+    """The processes of a server: reaps those that end, and kills all of them when the server is stopped."""
 
     def __init__(self, server: int) -> None:
         """`server` is the ID of the server's first process."""
@@ -195,7 +196,7 @@ class ServerTree:
         """The server's exit status; None while it runs."""
 
     def reap(self) -> None:
-        """Reap all ended processes, among them orphans of the tree, which become children of this process."""
+        """Reap all ended processes; orphans of the server have become children of this process."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -225,7 +226,7 @@ class ServerTree:
 
     def kill_all(self) -> bool:
         """Send SIGKILL to all processes of the tree; return False if none was alive any more."""
-        # Without /proc the descendants are unknown, but the process group of the server is known.
+        # Without /proc the descendants are unknown, but the server's process group is known.
         if self.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.server, signal.SIGKILL)
@@ -243,13 +244,14 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     """
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent died before the call of prctl, no signal will come.
+    # If the parent died before the call of prctl, the kernel will send no signal.
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    # The resource tracker of `multiprocessing` unblocks signals when it starts, so it must start first.
+    # The resource tracker of `multiprocessing` unblocks signals when it starts, so it must start before they
+    # are blocked.
     ensure_running()
     # Child processes inherit the signal mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -34,31 +34,31 @@ from batchrunner.tuning.recover import EndedServer, Healer
 log = logging.getLogger(__name__)
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-"""Script that starts a server and ends it with this process."""
+"""Script that starts a server, and ends it when this process ends."""
 MODULE = "sglang.launch_server"
 PLANNED = Hang(silent_s=0.0, why="is started again as planned")
-"""Reason for a restart that flag tuning has requested. It is passed on like a hang of the server."""
+"""Reason for a restart that flag tuning has requested. It is handled like a hang of the server."""
 START_TRIES = 3
-"""Maximum number of attempts at a start that fails because another process has taken a port of the server.
-SGLang draws ports for its processes and binds them seconds later. If eight servers start on a node at the
-same time, two of them draw the same port in 28 of 8,000 starts."""
+"""Maximum number of attempts if another process has taken a port of the server. SGLang draws ports for its
+processes and binds them seconds later. If eight servers start on a node at the same time, two of them draw
+the same port in 28 of 8,000 starts."""
 GROUP = "BATCHRUN_RAY_GROUP"
 """Environment variable with the placement group of a Ray worker whose engine spans several machines."""
 RAY_RANKS = Path(__file__).parents[2] / "ray" / "ranks.py"
 """Script that starts a program on all machines of a Ray worker's placement group."""
 TOKENIZERS = "tokenizer-worker-num"
-"""Argument for the number of tokenizer processes. If it exceeds 1, SGLang 0.5.23 refuses to start with an API
-key."""
+"""Argument for the number of tokenizer processes. With more than 1 and an API key, SGLang 0.5.23 refuses to
+start."""
 NO_GPU = re.compile(
     "No accelerator .* is available|No CUDA GPUs are available|Found no NVIDIA driver"
     "|Torch not compiled with CUDA enabled"
 )
 """Messages of SGLang and torch on a machine without a usable GPU."""
 MOST_QUICK_DEATHS = 8
-"""Maximum number of quick deaths in a row; after one more the server is not restarted. A row that kills the
-server fails after four deaths, so the limit tolerates two rows that kill it, one after the other."""
+"""Maximum number of quick deaths in a row; after one more, the server is not restarted. A row that kills the
+server fails after four deaths, so two such rows, one after the other, do not end the run."""
 VERDICT_S = 30.0
-"""Maximum seconds to wait for the cause of a death. A launcher takes up to 20 s to kill all processes."""
+"""Maximum seconds to wait for the cause of a death. The launcher may need 20 s to kill all processes."""
 
 
 class SGLangServer:
@@ -88,7 +88,6 @@ class SGLangServer:
         self.incidents = incidents
         self.liveness = Liveness()
 
-        # The program, environment and arguments of every start.
         offline: dict[str, str] = {}
         if Path(model).exists():
             # The model is on this machine, so no request to the Hugging Face Hub is needed.
@@ -109,24 +108,25 @@ class SGLangServer:
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
 
-        # Flags come from three sources: the job, flag tuning, and recovery after a death.
+        # Flags come from three sources: the job, flag tuning, and the recovery after a death.
         self._job_args = server_args(spec.args, cpu=cpu)
         # Flags and variables of the job, which flag tuning may not change.
         self._set_by_job = {**spec.args, **spec.env}
         # Chooses safer arguments after a death; None without recovery.
         self._healer = healer
-        # Flags that were learned for such jobs; None if flags are not tuned.
+        # Flags that earlier runs of similar jobs have learned; None if flags are not tuned.
         self._memory = memory
         self.adapted = dict(memory.args) if memory else {}
         """Tuned flags and variables, which are added to the flags of the job."""
-        # Whether the tuned flags come from an earlier run.
+        # Whether the tuned flags were learned in an earlier run.
         self._is_recalled = bool(self.adapted)
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
-        """Tuned flags to which the server returns if it dies; None if its present flags are not on trial."""
+        """Flags to which the server returns if it dies with tuned flags on trial; None if none are on
+        trial."""
         # Whether restarts with other flags are forbidden. A restart after a death is still allowed.
         self._is_stopping = False
 
-        # The last start.
+        # The next attributes describe the last start.
         self._process: asyncio.subprocess.Process | None = None
         self._args: dict[str, Any] = {}
         # Byte offset in each log at which the last start begins.
@@ -136,7 +136,7 @@ class SGLangServer:
         self.start_s = 0.0
         """Seconds that the last start took."""
 
-        # The present state.
+        # The next attributes describe the present state.
         self.up = False
         """Whether the server is ready and takes rows."""
         self.has_work = False
@@ -148,12 +148,11 @@ class SGLangServer:
         # Future of the server's next hang; None before the server is watched.
         self._hang: asyncio.Future[Hang] | None = None
 
-        # The result of recovery after the last death.
-        # Whether recovery has found safer arguments.
+        # The result of the recovery after the last death: whether it has found safer arguments.
         self._was_healed = False
-        # Time at which recovery ended, in seconds of the monotonic clock.
+        # Time at which the last recovery ended, in seconds of the monotonic clock.
         self._judged_at = -math.inf
-        # Set when the result for the next death is known.
+        # Set when the recovery after the next death has ended.
         self._verdict = asyncio.Event()
 
     async def start(self) -> None:
@@ -189,8 +188,8 @@ class SGLangServer:
                 await self.stop()
             else:
                 self.start_s = time.monotonic() - began
-                # The flags of an earlier run are forgotten only now. A start with them failed, but only this
-                # successful start without them shows that the flags were the cause.
+                # The flags of an earlier run are forgotten only now. A start with them has failed, but only
+                # the success of this start without them shows that they were the cause.
                 if self._is_recalled and self._previous is None and self._memory:
                     self._memory.forget()
                     self._is_recalled = False
@@ -198,23 +197,23 @@ class SGLangServer:
 
     @property
     def _safer(self) -> Mapping[str, Any]:
-        """Arguments that recovery has changed after deaths of the job's servers."""
+        """Arguments that recovery has changed after deaths of the run's servers."""
         return self._healer.args if self._healer else {}
 
     def may_change(self, name: str) -> bool:
         """Tell whether flag tuning may change a flag or variable.
 
-        Tuning may not change a flag that the job sets, even abbreviated, or that recovery has changed after a
-        death. Nor may it change a variable that was tuned already.
+        It may change none that the job sets (even abbreviated), none that recovery has changed after a death,
+        and no variable that was tuned already.
         """
         fixed_names = {**self._set_by_job, **self._safer, **variables_in(self.adapted)}
         # The job may abbreviate a flag, because argparse accepts any beginning of a flag's name.
         return not any(spelling.startswith(fixed) for spelling in spellings(name) for fixed in fixed_names)
 
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
-        """Restart the server with other tuned flags and variables once its rows have ended.
+        """Restart the server with other tuned flags and variables, once its rows have ended.
 
-        If the server dies with the new flags, it returns to the previous flags.
+        If the server dies with the new flags, it returns to the previous ones.
         """
         self._change(args, why)
         self.up = False
@@ -222,11 +221,11 @@ class SGLangServer:
         self._is_recalled = False
         self._is_stopping = False
         self._settled.clear()
-        # `_watch` treats a planned restart like a hang, but first lets the rows end.
+        # `_watch` handles a planned restart like a hang, but first lets the rows end.
         self.hangs(PLANNED)
 
     def keep(self) -> None:
-        """End the trial of the tuned flags: from now on a death does not revert them."""
+        """End the trial of the tuned flags: if the server dies from now on, it keeps them."""
         self._previous, self._is_recalled = None, False
 
     def stay(self) -> None:
@@ -244,7 +243,7 @@ class SGLangServer:
         self.adapted = dict(args)
 
     async def _drain(self) -> None:
-        """Wait until the server's rows have ended, at most for as long as a start takes.
+        """Wait until the server's rows have ended, at most for as long as its last start took.
 
         New rows wait for the restart, or go to other servers.
         """
@@ -255,9 +254,11 @@ class SGLangServer:
             await asyncio.sleep(TIMING.load_poll)
 
     def _heal(self) -> bool:
-        """Choose arguments for the next start by the cause of the last death; tell whether they may help."""
-        # The server died with flags on trial, so these are the most likely cause: go back to the flags
-        # before.
+        """Choose arguments for the next start by the cause of the last death.
+
+        Return False if no other arguments may help.
+        """
+        # If the server died with flags on trial, they are the likely cause: go back to the previous ones.
         if self._previous is not None:
             self._change(self._previous, self._failure_message("died with the new flags"))
             self._previous = None
@@ -302,7 +303,7 @@ class SGLangServer:
     async def _launch(self) -> None:
         """Start the launcher; raises EngineStartError if the interpreter cannot be run."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # The logs of earlier starts are kept. Later reads begin at the present ends of the logs.
+        # Logs of earlier starts are kept. So the log of this start begins at the present end of each file.
         self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -340,7 +341,7 @@ class SGLangServer:
                     log.info(
                         "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
                     )
-                    # Without its port, SGLang would go on running, but never listen.
+                    # Without its port, SGLang would go on running but never listen.
                     cannot_listen = self._found_port_taken()
                 if self._exit_code is not None or cannot_listen:
                     raise EngineStartError(self._failure_message("did not start"))
@@ -381,8 +382,8 @@ class SGLangServer:
     async def ready(self) -> None:
         """Wait until the server is up.
 
-        Raises EngineLostError if the server will never be up again. After a call of `stay` the run is ending,
-        so a row does not wait: EngineDownError is raised at once if the server is not up.
+        Raises EngineLostError if the server will never be up again. After a call of `stay`, the run is
+        ending, so rows do not wait: EngineDownError is raised at once if the server is not up.
         """
         if not self._is_stopping:
             await self._settled.wait()
@@ -401,7 +402,7 @@ class SGLangServer:
 
         If so, no row is at fault.
         """
-        # If the server died after `sent_at`, recovery has not examined that death yet, so wait for the
+        # If the server died after `sent_at`, recovery may not have examined this death yet. So wait for its
         # result.
         if self._judged_at < sent_at:
             with contextlib.suppress(TimeoutError):
@@ -414,7 +415,7 @@ class SGLangServer:
         try:
             await self._watch()
         except Exception as failure:
-            # Callers of `ready` must learn that nobody restarts the server any more.
+            # Callers of `ready` must learn that the server will not be restarted any more.
             self.lost = EngineLostError(f"{self.name}: {type(failure).__name__}: {failure}")
             raise
         finally:
@@ -430,19 +431,19 @@ class SGLangServer:
             hang = await self._end()
             if hang is PLANNED:
                 await self._drain()
-                # The run is ending, so a planned restart would not pay: the server goes on as it is.
+                # If the run is ending, a planned restart does not pay off: the server keeps its flags.
                 if self._is_stopping:
                     self.up = True
                     continue
             self.up = False
             self._settled.clear()
             silent_s = 0.0 if hang is None else hang.silent_s
-            # The silence before a hang was noticed does not count as life.
+            # The silence before the hang was noticed does not count as life.
             lived_s = time.monotonic() - up_since - silent_s
             cause = await self._take_down(hang)
-            # A planned restart brings other flags too, and no row is to blame for it.
+            # A planned restart changes the flags, like a recovery, and no row is to blame for it.
             self._judge(healed=hang is PLANNED or self._heal())
-            # After a restart with other arguments, the count of quick deaths stays as it is.
+            # The count of quick deaths changes only after a restart with the same arguments.
             if not self._was_healed:
                 died_quickly = lived_s < TIMING.quick_death
                 quick_deaths = quick_deaths + 1 if died_quickly else 1
@@ -455,7 +456,7 @@ class SGLangServer:
             up_since = time.monotonic()
 
     async def _restart(self, quick_deaths: int) -> None:
-        """Start the server again, after a pause that doubles with each quick death; report its return."""
+        """Start the server again, after a pause that doubles with each quick death; log when it is back."""
         count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
         log.warning("%s: started again%s", self.name, "" if self._was_healed else count)
         if quick_deaths > 1:
@@ -464,7 +465,7 @@ class SGLangServer:
         try:
             await self.start()
         except EngineStartError:
-            # `_watch` then sees that the process has ended, and logs the cause.
+            # `_watch` sees that the process has ended, and logs the cause.
             await self.stop()
             return
         self.up = True
@@ -474,7 +475,7 @@ class SGLangServer:
         log.warning("%s is back", self.name)
 
     def _judge(self, *, healed: bool) -> None:
-        """Record whether recovery has found safer arguments after a death, and wake the callers that wait."""
+        """Record whether recovery has found safer arguments, and wake the callers that wait for this."""
         self._was_healed, self._judged_at = healed, time.monotonic()
         self._verdict.set()
         self._verdict = asyncio.Event()
@@ -524,7 +525,7 @@ def _model_copy(model: str, *, revision: str | None, cache_dir: str) -> dict[str
 def _launch_prefix(nodes: int) -> tuple[str, ...]:
     """Return the command prefix that runs a program on all machines of this Slurm job or Ray worker.
 
-    Raises EngineStartError if Slurm allocated another number of machines than `nodes`.
+    Raises EngineStartError if Slurm has not allocated exactly `nodes` machines.
     """
     # This process is a Ray worker whose engine spans several machines.
     if group := os.environ.get(GROUP):
@@ -562,7 +563,7 @@ def to_argv(args: Mapping[str, Any]) -> list[str]:
 
 
 async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
-    """Tell whether a server is ready. A release without the path `/ready` answers 404, which counts too."""
+    """Tell whether a server is ready. Status 404 counts too: older releases do not have the path `/ready`."""
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
             return response.status in {200, 404}

@@ -21,13 +21,13 @@ MOST_DEPTH = 16
 """Maximum depth of a synthetic JSON value. Without a maximum, a schema that refers to itself would have no
 end."""
 MOST_TURNS_WITH_CALLS = 2
-"""Maximum number of turns with tool calls after a user's message. The next turn is an answer in words."""
+"""Maximum number of turns with tool calls after a message of the user. Then the chat is answered in words."""
 _WORD = "simulated"
 _MOST_MORE = 4
-"""Maximum number of repetitions in addition to the minimum that a regular expression demands."""
+"""Maximum number of repetitions beyond the minimum that a regular expression demands (3 in `a{3,}`)."""
 _TRIES = 20
-"""Maximum number of texts that are tried for a regular expression with anchors or lookarounds, which can only
-be checked on a complete text."""
+"""Maximum number of texts that are tried for a regular expression with anchors or lookarounds, which only a
+test of the complete text can check."""
 BEYOND_ASCII = 0xE4
 """Code of a letter beyond ASCII (ä), for character classes that exclude all of ASCII."""
 _CHARACTERS = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " \n\t"
@@ -37,7 +37,7 @@ _CHARACTERS = string.ascii_lowercase + string.digits + string.ascii_uppercase + 
 def text_by_grammar(sampling: dict[str, Any], number: int, most_characters: int) -> str | None:
     """Return a text that follows the `json_schema` or `regex` of sampling parameters; None without these.
 
-    Equal `number`s give equal texts. A text that would be longer than `most_characters` may end there.
+    Equal `number`s give equal texts. A text that reaches `most_characters` may be truncated there.
     """
     if schema := sampling.get("json_schema"):
         return json_of_schema(schema, number)
@@ -53,9 +53,9 @@ def json_of_schema(schema: Any, number: int) -> str:
 
 
 def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
-    """Return a value that follows `schema`, a part of the schema `root`. A `$ref` names a part of `root`.
+    """Return a value that follows `schema`, which is a part of the schema `root`.
 
-    Return None if the value is nested deeper than MOST_DEPTH.
+    A `$ref` in `schema` names another part of `root`. Return None if `depth` exceeds MOST_DEPTH.
     """
     if not isinstance(schema, dict) or depth > MOST_DEPTH:
         return None
@@ -73,7 +73,7 @@ def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
 
 
 def _value_of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
-    """Return a value of a schema's type; see `_value`. Of several types, the first is chosen."""
+    """Return a value of a schema's type; see `_value`. If a schema has several types, the first is chosen."""
     types = schema.get("type", "object" if "properties" in schema else "string")
     minimum = schema.get("minimum", 0)
     match types[0] if isinstance(types, list) else types:
@@ -90,7 +90,7 @@ def _value_of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -
         case "string":
             pattern = schema.get("pattern")
             text = None if pattern is None else _matching(pattern, number, math.inf)
-            # Without a pattern, a word is filled up or truncated to the permitted length.
+            # Without a pattern, the text is a word that is padded or truncated to the allowed length.
             return text or _WORD.ljust(schema.get("minLength", 0), ".")[: schema.get("maxLength")]
     return None
 
@@ -116,7 +116,7 @@ def _matching(pattern: str, number: int, most_characters: float) -> str | None:
 
 @functools.lru_cache(64)
 def _parsed(pattern: str) -> Sequence[tuple[Any, Any]]:
-    """Return a regular expression as Python's parser returns it: a list of (kind of node, its value)."""
+    """Parse a regular expression with Python's own parser: return a list of (kind of node, its value)."""
     return _parser.parse(pattern)  # type: ignore[no-any-return]
 
 
@@ -134,12 +134,13 @@ class _RegexWriter:
     def __init__(self, random: Random, room: float) -> None:
         """Limit the text to `room` characters."""
         self.room = room
-        """Number of characters that may still follow."""
+        """Number of characters that may still be written."""
         self.is_certain = True
-        """Whether the text certainly matches. Otherwise the match must be tested, which may take long."""
+        """Whether the text is sure to match. If not, the complete text must be tested, which may take
+        long."""
         self._random = random
         self._groups: dict[int, str] = {}
-        """Texts of the groups written so far, by their numbers."""
+        """Texts of the groups that are written so far, by group number."""
 
     def write(self, nodes: Sequence[tuple[Any, Any]]) -> str:
         """Return a text that matches the nodes of a parsed regular expression, until no room is left."""
@@ -163,16 +164,16 @@ class _RegexWriter:
             case kinds.LITERAL | kinds.NOT_LITERAL | kinds.ANY | kinds.IN:
                 text = self._character(kind, value)
             case _:
-                # Any other node is an anchor or a lookaround, which only a test of the complete text can
-                # check.
+                # This node is an anchor or a lookaround, which only a test of the complete text can check.
                 self.is_certain = False
                 return ""
-        # `write` subtracts its own texts, so the cases that call it have returned already.
+        # The cases that call `write` have returned already, because `write` subtracts its own text from
+        # `room`.
         self.room -= len(text)
         return text
 
     def _character(self, kind: Any, value: Any) -> str:
-        """Return a character that matches a node for one character."""
+        """Return one character that matches a node, such as a character class."""
         if kind == kinds.LITERAL:
             return chr(value)
         choices = value if kind == kinds.IN else [(kind, value)]
@@ -181,22 +182,23 @@ class _RegexWriter:
         if candidates:
             return self._random.choice(candidates)
         if is_negated:
-            # The class excludes every character in _CHARACTERS.
+            # The character class excludes every character in _CHARACTERS.
             self.is_certain = False
             return chr(BEYOND_ASCII)
-        # The class has no ASCII character, so take its first character, or the first of its first range.
+        # The character class has none of _CHARACTERS. Take its first character, or the first of its first
+        # range.
         code = choices[0][1]
         return chr(code[0] if isinstance(code, tuple) else code)
 
 
 def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
-    """Tell whether a character class contains a character, as if the class were not negated."""
+    """Tell whether a character is in a character class; a negation of the class is ignored."""
     for kind, value in choices:
         match kind:
             case kinds.LITERAL | kinds.NOT_LITERAL:
                 is_match = ord(character) == value
             case kinds.ANY:
-                # A dot matches everything except a line end, so as a negated class it excludes the line end.
+                # A dot matches all characters but the line end. So it is the class of the line end, negated.
                 is_match = character == "\n"
             case kinds.RANGE:
                 is_match = value[0] <= ord(character) <= value[1]
@@ -223,8 +225,8 @@ def tool_call(request: Request, number: int) -> dict[str, Any] | None:
     turns_with_calls = sum(1 for message in turns if message.get("tool_calls"))
     is_call_optional = tools.choice is None or tools.choice == "auto"
     if is_call_optional:
-        # The number of turns with calls is derived from the messages up to the user's last one, because all
-        # turns have these messages in common.
+        # The messages up to the user's last one are the same in all later turns. So they decide how many of
+        # these turns have calls.
         shared_messages = request.prompt[: len(request.prompt) - len(turns)]
         shared_hash = crc32(repr(shared_messages).encode("utf-8", "replace"))
         if turns_with_calls >= 1 + shared_hash % MOST_TURNS_WITH_CALLS:

@@ -1,9 +1,9 @@
-"""SGLang's prefix cache, with names instead of tokens: match, insert, lock, evict the least recently used.
+"""SGLang's prefix cache with names instead of tokens: match, insert, lock, evict the least recently used.
 
-A context (the tokens of a prompt and its output so far) is a path of segments, each a name and a number of
-tokens. Segments that contexts share have the same name. A node of the tree holds a piece of one segment.
-SGLang's tree joins consecutive segments in one node, so it frees more tokens at a time. Cache hits and the
-order of evictions are the same.
+A context is the tokens of a prompt and of its output so far. Here it is a path of segments, each with a name
+and a number of tokens. Segments that contexts share have the same name. A node of the tree holds a piece of
+one segment. SGLang's own tree joins consecutive segments in one node, so it frees more tokens at a time.
+Cache hits and the order of evictions are the same.
 
 Source: SGLang 0.5.23, `mem_cache/unified_cache/unified_tree_core.py`, `components/full.py` (unlocked leaves
 are evicted by last access; their parents become leaves then) and `mem_cache/common.py`.
@@ -18,22 +18,22 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class CacheNode:
-    """A cached piece of a segment. The parents of the node are the context before the piece."""
+    """A cached piece of a context. The ancestors of the node hold the context before the piece."""
 
     parent: CacheNode | None
     """None for the root of the tree, and for a node that was evicted."""
     key: tuple[Hashable, int]
-    """Name of the segment, and the offset in tokens at which the piece begins in the segment."""
+    """Name of the segment, and the offset in tokens at which the piece begins in it."""
     tokens: int
     """Number of tokens in the piece."""
     children: dict[tuple[Hashable, int], CacheNode] = field(default_factory=dict)
-    """Pieces that follow this one, by `key`."""
+    """Pieces that follow this one, by their `key`."""
     locks: int = 0
-    """Number of running samples whose contexts contain the piece, which protects it from eviction."""
+    """Number of running requests whose contexts contain the piece. A locked piece is not evicted."""
     touched: int = 0
-    """Time of the last access, by the cache's own count of accesses."""
+    """Time of the last access, as a count of all accesses to the cache."""
     queued: bool = False
-    """Whether the eviction heap has an entry for the node, perhaps with an outdated access time."""
+    """Whether the eviction heap has an entry for the node; the entry's access time may be outdated."""
 
 
 class RadixCache:
@@ -46,15 +46,15 @@ class RadixCache:
         self._time = 0
         """Number of accesses so far."""
         self._leaves: list[tuple[int, int, CacheNode]] = []
-        """Heap of nodes that may be evicted, as (`touched`, serial number, node). The serial number decides
-        between nodes with the same access time."""
+        """Heap of nodes that may be evicted, as (`touched`, serial number, node). The serial number orders
+        nodes with the same access time."""
         self._serial = 0
 
     def match(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
         """Return the last cached node of a context, and the number of cached tokens, at most `limit`.
 
-        All nodes on the path count as accessed. If only the beginning of a node matches, the node is split,
-        so that the beginning can be locked alone.
+        All nodes on the path count as accessed. If the context ends inside a node, the node is split, so that
+        its first part can be locked alone.
         """
         self._time += 1
         node, matched = self.root, 0
@@ -77,11 +77,11 @@ class RadixCache:
     def insert(self, path: Iterable[tuple[Hashable, int]], limit: int) -> tuple[CacheNode, int]:
         """Insert the first `limit` tokens of a context.
 
-        Return the last node, and the number of tokens that were cached before. New nodes are not locked yet,
-        so their tokens count as evictable.
+        Return the last node, and the number of tokens that were cached before. New nodes are not locked, so
+        their tokens count as evictable.
         """
         node, matched = self.match(path, limit)
-        # Position in the context, in tokens, at which a segment begins.
+        # `segment_begin` is the position of the segment in the context, in tokens.
         segment_begin = 0
         for name, tokens in path:
             end = min(tokens, limit - segment_begin)
@@ -116,10 +116,10 @@ class RadixCache:
             queued_touched, _, node = heapq.heappop(leaves)
             node.queued = False
             parent = node.parent
-            # Since the node was queued, it may have been evicted or locked, or it may have got a child.
+            # Since it was queued, the node may have been evicted or locked, or may have got a child.
             if parent is None or node.locks or node.children:
                 continue
-            # If the node was accessed since it was queued, queue it again behind older nodes.
+            # If the node was accessed since it was queued, it goes back into the queue, behind older nodes.
             if node.touched > queued_touched:
                 self._offer(node)
                 continue
@@ -127,19 +127,18 @@ class RadixCache:
             node.parent = None
             freed += node.tokens
             self.evictable_tokens -= node.tokens
-            # Without this child, the parent may be a leaf, which can be evicted too.
+            # Without this child, the parent may be a leaf, so it can be evicted too.
             self._offer(parent)
         return freed
 
     def _add(self, parent: CacheNode, key: tuple[Hashable, int], tokens: int) -> CacheNode:
-        """Add a node below `parent`, and return it."""
         node = parent.children[key] = CacheNode(parent, key, tokens)
         node.touched = self._time
         self.evictable_tokens += tokens
         return node
 
     def _split(self, node: CacheNode, tokens: int) -> CacheNode:
-        """Split a node in two; return the upper node, which has the first `tokens`."""
+        """Split a node in two; return the upper one, which gets the first `tokens`."""
         assert node.parent is not None
         name, offset = node.key
         upper = node.parent.children[node.key] = CacheNode(node.parent, node.key, tokens)

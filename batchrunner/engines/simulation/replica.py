@@ -17,12 +17,11 @@ from batchrunner.engines.simulation.scheduler import (
 
 
 class PassWork(NamedTuple):
-    """The work of one or more forward passes. Each field except `tokens` has a cost in `CostModel`."""
+    """The work of one or more forward passes. Each field but `tokens` has a coefficient in CostModel."""
 
     passes: int = 0
-    """Number of forward passes."""
     samples: float = 0.0
-    """Number of samples in the batch, summed over the passes."""
+    """Number of requests in the batch, summed over the passes."""
     kv_tokens: float = 0.0
     """Number of context tokens that attention reads, summed over the passes."""
     prefill_tokens: float = 0.0
@@ -33,7 +32,7 @@ class PassWork(NamedTuple):
     """Number of output tokens that the passes generate."""
 
     def plus(self, step: StepResult, tokens: int) -> "PassWork":
-        """Return the sum of this work and of a scheduler's step, which generated `tokens`."""
+        """Return the sum of this work and the work of a scheduler step that generated `tokens`."""
         return PassWork(
             passes=self.passes + step.steps,
             samples=self.samples + step.steps * step.samples,
@@ -47,31 +46,30 @@ class PassWork(NamedTuple):
 PARTS = 5
 """Number of coefficients of a cost model."""
 MOST_SWEEPS = 20_000
-"""Maximum number of sweeps over the coefficients in a fit. A fit that has not converged by then ends."""
+"""Maximum number of sweeps over all coefficients in a fit that does not converge."""
 RIDGE = 1e-3
-"""Weight of the penalty for large coefficients in a fit. Without a penalty the fit would be ill-conditioned,
-because the measured passes do similar work."""
+"""Weight of the penalty for large coefficients in a fit. Measured passes do similar work, so without a
+penalty the coefficients would be almost arbitrary."""
 
 
 class CostModel(NamedTuple):
-    """Duration of a forward pass, linear in its work: one coefficient for each field of `PassWork`."""
+    """Duration of a forward pass: the sum over the fields of PassWork, each times a coefficient."""
 
     base_s: float
-    """Seconds of every pass, to read the weights, launch the kernels and run the scheduler."""
+    """Seconds of every pass: reading the weights, launching the kernels, running the scheduler."""
     sample_s: float
-    """Seconds for each sample in the batch: its row in the matrix products, sampling, and the scheduler's
-    bookkeeping."""
+    """Seconds for each request in the batch: its row in the matrix products, sampling, bookkeeping."""
     kv_token_s: float
     """Seconds for each context token that attention reads."""
     prefill_token_s: float
     """Seconds for each computed prompt token."""
     prefill_base_s: float = 0.0
-    """Additional seconds of a prefill pass, whatever its size. The kernels of a prefill pass are launched one
-    by one, whereas a decode pass replays a CUDA graph."""
+    """Additional seconds of a prefill pass, whatever its size. Its kernels are launched one by one, whereas a
+    decode pass replays a CUDA graph."""
 
     def work_s(self, work: PassWork) -> float:
         """Return the seconds that the passes of `work` take."""
-        # `work` ends with the number of output tokens, which have no cost of their own.
+        # The last field of `work` is the number of output tokens, which have no cost of their own.
         amounts = work[:PARTS]
         return sum(cost * amount for cost, amount in zip(self, amounts, strict=True))
 
@@ -83,13 +81,13 @@ class CostModel(NamedTuple):
         """Return the number of decode passes that end within `seconds`.
 
         `kv_tokens` is the number of context tokens before the first pass. Each pass adds a token to the
-        context of each of the `samples`. So `n` passes take `n · first_s + growth_s · n² / 2` seconds, and
-        this equation is solved for `n`.
+        context of each of the `samples`. So `n` passes take `n · first_s + growth_s · n² / 2` seconds. This
+        equation is solved for `n`.
         """
         seconds = max(seconds, 0)
         growth_s = self.kv_token_s * samples
         first_s = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth_s / 2
-        # This form of the solution has no difference of nearly equal numbers, and also holds without growth.
+        # This form of the solution does not subtract nearly equal numbers, and holds without growth too.
         divisor = first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds)
         # The divisor is 0 if passes take no time.
         return int(2 * seconds / max(divisor, 1e-9))
@@ -110,14 +108,14 @@ parameters, 32 layers, and 8 key-value heads of 128 (its config.json).
 
 
 def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
-    """Fit a cost model to measured spans of passes, by non-negative least squares with a ridge penalty.
+    """Fit a cost model to measured passes, by non-negative least squares with a ridge penalty.
 
-    A span has the work of its passes and the seconds that they took. If two coefficients cannot be told apart
-    by these spans, their common cost is divided between them. So the model is valid for similar work only.
-    Return None if there are fewer spans than coefficients.
+    Each span has the work of some passes and the seconds that they took. If the spans cannot tell two
+    coefficients apart, their common cost is divided between them. So the model is valid only for similar
+    work. Return None if there are fewer spans than coefficients.
 
-    The method is coordinate descent: each coefficient in turn is set to its best value for the current values
-    of the other coefficients, until no coefficient changes.
+    The method is coordinate descent: each coefficient in turn is set to its best value for the present values
+    of the others, until no coefficient changes.
     """
     if len(spans) < PARTS:
         return None
@@ -130,7 +128,7 @@ def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
         previous = [*coefficients]
         for i in columns:
             explained = sum(products[i][j] * coefficients[j] for j in columns if j != i)
-            # Without any work of this kind, numerator and divisor are 0, and 0 / 1 makes the coefficient 0.
+            # Without any work of this kind, this is 0 / 1, so the coefficient becomes 0.
             divisor = (1 + RIDGE) * products[i][i] or 1.0
             coefficients[i] = max(0.0, (sums[i] - explained) / divisor)
         if all(map(math.isclose, coefficients, previous)):
@@ -144,17 +142,18 @@ for `/v1/loads`. Each prefill pass publishes a load sample too."""
 
 
 class EndedRequest(NamedTuple):
-    """A sample that has left the replica."""
+    """A request that has left the replica."""
 
     at_s: float
-    """Time at which the sample left, in seconds of the replica's clock."""
+    """Time at which the request left, in seconds of the replica's clock."""
     sample: SimulatedRequest
 
 
 class Replica:
     """A server with one scheduler on a virtual clock, which the caller advances.
 
-    A sample takes part from the scheduler's next pass on. So advance the clock before you submit a sample.
+    A submitted request takes part from the scheduler's next pass on. So advance the clock before you submit
+    it.
     """
 
     def __init__(
@@ -168,32 +167,31 @@ class Replica:
         self._reported_retractions = 0
         """Number of retractions that load samples have reported."""
         self._free_at_s = 0.0
-        """Time in seconds at which the current passes end."""
+        """Time in seconds at which the present passes end."""
         self._ended: list[EndedRequest] = []
-        """Samples that leave when the current passes end."""
+        """Requests that leave when the present passes end."""
         self.load = self._load_of(running=0, queue=0, used_tokens=0)
-        """The last load sample. As in SGLang, samples that ended with the pass before the load sample still
-        count as running, and samples in a prefill pass count neither as running nor as waiting."""
+        """The last load sample. As in SGLang, requests that ended with the pass before it still count as
+        running, and requests in a prefill pass count neither as running nor as waiting."""
         self._next_load = self.load
-        """Load sample that is published when the current passes end."""
+        """Load sample that is published when the present passes end."""
 
     @property
     def busy(self) -> bool:
-        """Whether a sample waits, runs or has not been reported yet, or the last load sample shows work."""
+        """Whether there is a request that has not been returned, or the last load sample shows work."""
         return bool(self.scheduler.in_flight or self._ended or self.load.has_work or self.load.used_tokens)
 
     def advance(self, until_s: float) -> list[EndedRequest]:
-        """Advance the clock to a finite time; return the samples that have ended by then, in order of time.
+        """Advance the clock to a finite time; return the requests that have ended by then, in order of time.
 
-        A pass that has begun but not ended by then continues. Its results are reported when the clock reaches
-        the end of the pass.
+        A pass that ends later continues. Its results are returned once the clock reaches its end.
         """
         ended: list[EndedRequest] = []
         while self._free_at_s <= until_s:
-            # The present passes have ended, so their results are reported now.
+            # The present passes have ended, so their results are returned now.
             ended += self._ended
             self._ended, self.load = [], self._next_load
-            # A pass that would begin exactly at `until_s` must wait, because samples may be submitted first.
+            # A pass does not begin at exactly `until_s`, because the caller may still submit requests for it.
             if self._free_at_s == until_s or not self._step(until_s):
                 break
         return ended
@@ -205,19 +203,19 @@ class Replica:
             until_s - self._free_at_s, scheduler.running, scheduler.context_tokens
         )
         steps_to_next_load = INTERVAL_STEPS - self._unpublished_steps
-        # At least one pass is run, even if it ends after `until_s`.
+        # At least one pass runs, even if it ends after `until_s`.
         step = scheduler.step(max(1, min(steps_in_time, steps_to_next_load)))
         if step is None:
-            # Without work, a load sample without requests is published at once.
+            # Without work, a load sample with no requests is published at once.
             self.load = self._next_load = self._load_of(running=0, queue=0, used_tokens=0)
             self._free_at_s = until_s
             return False
         self._free_at_s += self._cost.step_s(step)
         self._ended = [EndedRequest(self._free_at_s, sample) for sample in step.finished]
-        # A prefill pass publishes a load sample, and so do INTERVAL_STEPS decode passes.
+        # A load sample is published after each prefill pass, and after every INTERVAL_STEPS decode passes.
         passes = 0 if step.kind == "prefill" else self._unpublished_steps + step.steps
         self._unpublished_steps = passes % INTERVAL_STEPS
-        # A step that only aborts samples has no passes.
+        # A step that only aborts requests has no passes, and publishes nothing.
         if step.steps and not self._unpublished_steps:
             self._next_load = self._load_of(
                 running=step.running, queue=step.queue, used_tokens=step.used_tokens

@@ -1,1 +1,1 @@
-"""Images, audio and videos of prompts: `prompts` places them, `prepare` reads and converts them."""
+"""Images, audio and videos of prompts: `prompts` places them, `prepare` reads and converts the files."""

@@ -1,4 +1,4 @@
-"""Converts images to a form that every model accepts, with Pillow, and draws pages of PDFs, with PDFium."""
+"""Converts images to formats that every model accepts (Pillow), and renders pages of PDFs (PDFium)."""
 
 import io
 import math
@@ -11,39 +11,37 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from batchrunner.core.media import BadFileError, page_ranges
 
 MOST_PIXELS = 89_478_485
-"""Maximum number of pixels in an image, as a defence against decompression bombs.
+"""Maximum number of pixels in an image, against decompression bombs.
 
-A decoded image of this size takes 358 MB.
+An image of this size takes 358 MB once decoded.
 """
 QUALITY = 95
-"""JPEG quality, of at most 100, of an image that had to be changed."""
+"""JPEG quality (at most 100) of an image that had to be converted."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JPEG2000", "AVIF", "TGA")
-"""Pillow's names of the formats that are read, if the installed Pillow supports them.
+"""Pillow's names of the formats that can be read, if the installed Pillow supports them.
 
 Other formats are rare, or need another program, as EPS does.
 """
 _SENT_UNCHANGED = {"PNG", "JPEG", "WEBP"}
-"""Formats of files that are sent unchanged if possible."""
+"""Formats that need no conversion."""
 _LOSSY = {"JPEG", "MPO", "WEBP", "AVIF", "JPEG2000"}
-"""Formats with lossy compression."""
 _PLAIN_MODES = {"RGB", "L"}
-"""Pillow's modes of images in colour, or in 8-bit grey."""
+"""Pillow's modes of colour images and of 8-bit grey images."""
 _ORIENTATION = 0x0112
-"""EXIF tag for the orientation of a photo."""
 _WHITE = (255, 255, 255)
 _POINTS_PER_INCH = 72
-"""Points per inch. The size of a PDF page is given in points."""
+"""Unit of the size of a PDF page."""
 
-# Pillow warns about an image with more pixels than this, and refuses an image with more than twice as many.
+# Pillow warns above this number of pixels, and refuses an image of more than twice as many.
 Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def sendable(content: bytes, max_pixels: int | None) -> bytes:
-    """Return the file of an image in the form that is sent; raise BadFileError if it cannot be read.
+    """Return an image file as it is sent to the server; raise BadFileError if it cannot be read.
 
-    A file that needs no change is returned unchanged. Of an animated image, the first frame is sent. An image
-    of more than `max_pixels` is scaled down.
+    A file that needs no conversion is returned unchanged. Of an animated image, the first frame is sent. An
+    image of more than `max_pixels` is scaled down.
     """
     Image.init()
     formats = [name for name in _FORMATS if name in Image.OPEN]
@@ -51,7 +49,7 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
         with Image.open(io.BytesIO(content), formats=formats) as image:
             return _checked(image, content, max_pixels)
     except (BadFileError, MemoryError):
-        # A lack of memory says nothing about the file.
+        # Running out of memory does not mean that the file is bad.
         raise
     except UnidentifiedImageError:
         raise BadFileError(f"cannot be read as an image ({len(content)} bytes)") from None
@@ -61,10 +59,10 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
 
 
 def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
-    """Return an opened image as the bytes of the file to send; `content` is the original file."""
+    """Return the bytes to send for an opened image; `content` is the original file."""
     scale = _scale_to(image.width, image.height, max_pixels)
     if scale < 1:
-        # A JPEG file can be decoded at about the wanted size, which is faster.
+        # A JPEG file can be decoded directly at a smaller size, which is faster.
         image.draft(None, tuple(math.ceil(side * scale) for side in image.size))
     image.load()
     is_upright = _is_upright(image)
@@ -80,7 +78,7 @@ def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
         return content
     plain_image = _plain(image if is_upright else ImageOps.exif_transpose(image))
     if scale < 1:
-        # The image may be smaller by now, if it was decoded at about the wanted size.
+        # `draft` above may have made the image smaller already.
         remaining_scale = _scale_to(plain_image.width, plain_image.height, max_pixels)
         size = tuple(max(1, math.floor(side * remaining_scale)) for side in plain_image.size)
         plain_image = plain_image.resize(size, Image.Resampling.LANCZOS)
@@ -88,12 +86,15 @@ def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
 
 
 def _scale_to(width: float, height: float, max_pixels: int | None) -> float:
-    """Return the factor that scales the sides of an image down to `max_pixels`; 1 if it is small enough."""
+    """Return the factor by which the sides shrink to give `max_pixels` pixels.
+
+    1 if the image is small enough.
+    """
     return 1.0 if max_pixels is None else min(1.0, math.sqrt(max_pixels / (width * height)))
 
 
 def _is_upright(image: Any) -> bool:
-    """Tell whether an image needs no rotation or mirroring, by the orientation in its EXIF metadata."""
+    """Tell whether an image needs no rotation or mirroring, by its EXIF orientation."""
     try:
         return image.getexif().get(_ORIENTATION, 1) in {0, 1}
     except Exception:  # noqa: BLE001 - broken metadata do not harm the pixels
@@ -103,7 +104,7 @@ def _is_upright(image: Any) -> bool:
 def _plain(image: Any) -> Any:
     """Return an image in RGB or 8-bit grey, with white in place of transparency; raise BadFileError."""
     if image.mode.startswith("I"):
-        # The image is grey, with 16 or 32 bits per pixel.
+        # The image is grey with 16 or 32 bits per pixel.
         image = image.convert("I")
         _, largest_value = image.getextrema()
         if largest_value > 255:  # noqa: PLR2004 - values of 16 bits; 65535 / 257 is 255
@@ -120,7 +121,7 @@ def _plain(image: Any) -> Any:
 
 
 def _encoded(image: Image.Image, *, lossy: bool = False) -> bytes:
-    """Return an image as the bytes of a JPEG file if `lossy`, else of a PNG file."""
+    """Return an image as a JPEG file if `lossy`, else as a PNG file."""
     stream = io.BytesIO()
     if lossy:
         image.save(stream, "JPEG", quality=QUALITY, subsampling=0)
@@ -132,8 +133,8 @@ def _encoded(image: Image.Image, *, lossy: bool = False) -> bytes:
 def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) -> Iterator[bytes]:
     """Yield pages of a PDF document as PNG files; raise BadFileError if the document cannot be read.
 
-    A range in `pages` may go beyond the end of the document, but its first page must exist. A page that would
-    have more than `max_pixels` at `dpi` dots per inch gets fewer dots.
+    `pages` has ranges such as `1-3,7`. A range may go beyond the last page, but its first page must exist.
+    Pages are rendered at `dpi` dots per inch, or at fewer if they would exceed `max_pixels`.
     """
     import pypdfium2  # noqa: PLC0415 - only for documents
 
@@ -142,7 +143,7 @@ def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) 
             for page_range in page_ranges(pages):
                 if page_range.start > len(document):
                     raise BadFileError(f"has no page {page_range.start}, but only {len(document)} pages")
-                # Leave out the pages of the range that are beyond the end of the document.
+                # The slice drops pages of the range that the document does not have.
                 for number in page_range[: len(document) + 1 - page_range.start]:
                     page = document[number - 1]
                     scale = dpi / _POINTS_PER_INCH

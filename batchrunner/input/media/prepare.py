@@ -1,7 +1,7 @@
-"""Reads and checks the files of a row before they are sent, and converts images.
+"""Reads, checks and converts the media files of a row before they are sent.
 
-This code runs in worker processes, like a job's Python functions, so that a broken file cannot kill the run.
-Audio and videos are sent unchanged, because the server decodes them.
+This code runs in worker processes, so that a broken file cannot crash the run. Audio and videos are sent
+unchanged, because the server decodes them.
 """
 
 import io
@@ -15,15 +15,15 @@ from batchrunner.core.media import BadFileError, KindName, MediaRules, PromptFil
 from batchrunner.input.media.download import download
 
 MOST_FILE_BYTES = 256 << 20
-"""Maximum size in bytes of a file that is read."""
+"""Maximum size in bytes of a file to read."""
 MOST_FILES = 1000
-"""Maximum number of files that are sent for one row. Each page of a PDF document counts as a file."""
+"""Maximum number of files sent for one row. Each page of a PDF document counts as a file."""
 MOST_SENT_BYTES = 60 << 20
-"""Maximum total size in bytes of the files that are sent for one row."""
+"""Maximum total size in bytes of the files sent for one row."""
 PIXELS_PER_TOKEN = 28 * 28
 """Pixels of an image per prompt token in the Qwen-VL and InternVL families; other models are similar."""
 MOST_TOKENS = 16_384
-"""Maximum of the estimated tokens of a file. The image processors of models allow fewer tokens."""
+"""Upper limit of the estimated tokens of a file. Image processors of models allow fewer tokens."""
 FILE_BYTES_PER_TOKEN = {"audio": 640, "video": 500}
 """Estimated bytes of a file per prompt token, by kind of media.
 
@@ -33,7 +33,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]] | str:
-    """Read the files of a row; return for each file the contents to send and their estimated prompt tokens.
+    """Read the files of a row; return the contents to send for each file, and its estimated prompt tokens.
 
     If the row cannot be sent, return the reason as a text.
     """
@@ -57,7 +57,7 @@ def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]
 
 
 def _tokens_of(content: bytes, kind: KindName) -> int:
-    """Estimate the prompt tokens of a file from `content`, the bytes that are sent to the engine."""
+    """Estimate the prompt tokens of a file from the bytes that are sent."""
     if kind in FILE_BYTES_PER_TOKEN:
         tokens = len(content) / FILE_BYTES_PER_TOKEN[kind]
     else:
@@ -74,7 +74,7 @@ def _contents(file: PromptFile) -> Iterator[bytes]:
     if rules.kind != "image":
         yield content
         return
-    # An extra of the package installs Pillow and PDFium. Audio and videos do not need this extra.
+    # Pillow and PDFium are optional dependencies, and are not needed for audio and videos.
     from batchrunner.input.media.pictures import page_images, sendable  # noqa: PLC0415
 
     if rules.dpi is None:
@@ -84,8 +84,8 @@ def _contents(file: PromptFile) -> Iterator[bytes]:
 
 
 def _read(path_or_url: str, rules: MediaRules) -> bytes:
-    """Return the bytes at a path or URL; raise BadFileError if `rules` forbid it, or if reading fails."""
-    # A value without a scheme is a path. In a file:// URL, the path is percent-encoded.
+    """Return the bytes at a path or URL; raise BadFileError if `rules` forbid it or if reading fails."""
+    # A value without a scheme is a path. Only in a file:// URL is the path percent-encoded.
     match = _SCHEME.match(path_or_url)
     scheme = match[1].lower() if match else "file"
     if scheme in {"http", "https"}:
@@ -108,5 +108,5 @@ def _read(path_or_url: str, rules: MediaRules) -> bytes:
             raise BadFileError(f"has more than {MOST_FILE_BYTES >> 20} MiB")
         return path.read_bytes()
     except (OSError, ValueError, RuntimeError) as failure:
-        # For example, the path has a null byte, or leads into a circle of links.
+        # Some paths are invalid, such as a path with a null byte or a loop of symbolic links.
         raise BadFileError(f"cannot be read: {getattr(failure, 'strerror', None) or failure}") from None

@@ -21,16 +21,16 @@ from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec, PromptSpec
 
 USUAL_TOKENS = 1024
-"""Estimated number of prompt tokens of a file that has not been opened yet."""
+"""Estimated prompt tokens of a file that has not been opened yet."""
 _LONGEST_NAME = 120
-"""Maximum number of characters of a path or URL in a message."""
+"""Maximum length of a path or URL in a message, in characters."""
 _USER = "user"
 
 
 class Marks(list[str]):
-    """Marks for the files of a column: texts in a rendered template, in whose places the files are put later.
+    """Placeholder texts for the files of a column in a rendered template; the files replace them later.
 
-    A template can loop over the marks, or print all of them at once.
+    A template can loop over this list, or print it whole.
     """
 
     def __str__(self) -> str:
@@ -41,13 +41,13 @@ class FileColumn:
     """Column with images, audio, videos or PDF documents."""
 
     def __init__(self, name: str, field: str, spec: MediaSpec | PdfSpec, source: ColumnSource) -> None:
-        """Check the type of the column; raise InputError if the column cannot hold files.
+        """Check the type of the column; raise InputError if it cannot hold files.
 
         `field` is the key below `prompt` that names the column, such as `images`.
         """
         self.name, self.field = name, field
         self._spec, self._source = spec, source
-        # The rules of a folder are made once, because nearly all rows have the same folder.
+        # Nearly all rows have files of the same folder, so the rules of a folder are made once.
         self._rules_in = cache(partial(_rules, spec, field))
         kind = source.field(name, where=f"prompt.{field}").type
         self.holds_lists = is_list(kind) and not isinstance(spec, PdfSpec)
@@ -59,10 +59,10 @@ class FileColumn:
             )
 
     def files(self, row: int, value: Any, pages: Any = None) -> list[PromptFile]:
-        """Return the media files that `value`, the column's value in one row, names; raise RowRefusedError.
+        """Return the media files in one row's value of the column.
 
-        `row` is the ordinal of the row in the input. `pages` is the value of the column with the pages of PDF
-        documents, if the job has one.
+        Raises RowRefusedError for an invalid value. `row` is the number of the row in the input. `pages` says
+        which pages of PDF documents to send; it is the value of the job's column with pages, if there is one.
         """
         folder = self._spec.folder
         if folder is None:
@@ -72,15 +72,15 @@ class FileColumn:
         if not self.holds_lists or value is None:
             return [self._file(value, label, self._pages(pages), rules)]
         return [
-            # A list has images, audio or videos, which have no pages.
+            # Items of a list are images, audio or videos, which have no pages.
             self._file(item, f"{label}, item {number}", pages="", rules=rules)
             for number, item in enumerate(value, start=1)
         ]
 
     def _file(self, value: Any, label: str, pages: str, rules: MediaRules) -> PromptFile:
-        """Return the file that a value holds or names; raise RowRefusedError if there is none."""
+        """Return the file whose content or path is `value`; raise RowRefusedError if there is none."""
         if isinstance(value, Mapping):
-            # A file of a Hugging Face dataset is a struct with `bytes`, or else a `path`.
+            # Hugging Face datasets store a file as a struct with `bytes` or a `path`.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if value is None:
             raise RowRefusedError(f"{rules.field}: {label} is null")
@@ -96,7 +96,7 @@ class FileColumn:
             label += f" ({shown})"
         if not content and not path_or_url:
             raise RowRefusedError(f"{rules.field}: {label} is empty")
-        # A path is resolved in the folder, so the folder belongs to the identity of the file.
+        # The same relative path in another folder is another file, so the folder is a part of the identity.
         identity = content or f"{rules.folder}\0{path_or_url}".encode("utf-8", "surrogatepass")
         key = blake2b(identity, digest_size=16)
         key.update(pages.encode())
@@ -111,15 +111,15 @@ class FileColumn:
         )
 
     def _pages(self, row_pages: Any) -> str:
-        """Return which pages of a PDF document are sent, such as `1-3,7`; empty for other files.
+        """Return the page numbers of a PDF document to send, such as `1-3,7`; empty for other files.
 
-        `row_pages` is the value of the column with pages, if the job has such a column.
+        `row_pages` is the value of the job's column with page numbers, if there is one.
         """
         if not isinstance(self._spec, PdfSpec):
             return ""
         pages = self._spec.pages if self._spec.page_column is None else row_pages
         if isinstance(pages, float) and pages.is_integer():
-            # pandas turns a column of integers with a null into floats.
+            # pandas converts integer columns with nulls to floats.
             pages = int(pages)
         try:
             page_ranges(str(pages))
@@ -129,10 +129,10 @@ class FileColumn:
 
 
 def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRules:
-    """Return the rules for the files of `field`, a key below `prompt` such as `images`.
+    """Return the rules for reading the files of `field`, a key below `prompt` such as `images`.
 
-    `folder` is the directory of relative paths. None means the current directory. With `/`, files may be
-    anywhere on this machine, and relative paths begin in the current directory.
+    Paths are relative to `folder`; None means the current directory. If the job allows `/`, files may be
+    anywhere on this machine, and paths are relative to the current directory.
     """
     is_confined = folder is None or Path(folder) != Path("/")
     directory = Path.cwd()
@@ -149,7 +149,10 @@ def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRu
 
 
 def _content_of_url(url: str, where: str) -> bytes:
-    """Return the bytes of a data URL; raise RowRefusedError, which begins with `where`, if it is invalid."""
+    """Return the bytes of a data URL.
+
+    Raises RowRefusedError, whose text begins with `where`, if it is invalid.
+    """
     try:
         with urlopen(url) as reply:  # noqa: S310 - a data URL
             return bytes(reply.read())
@@ -158,7 +161,7 @@ def _content_of_url(url: str, where: str) -> bytes:
 
 
 def _holds_files(kind: pa.DataType) -> bool:
-    """Tell whether a value of this type can hold or name a file."""
+    """Tell whether a value of this type can be a file's content or path."""
     if pt.is_struct(kind):
         types = [field.type for field in kind if field.name in {"bytes", "path"}]
         return bool(types) and all(map(_holds_files, types))
@@ -166,24 +169,23 @@ def _holds_files(kind: pa.DataType) -> bool:
 
 
 def _part(file: PromptFile, placed: list[PromptFile]) -> dict[str, Any]:
-    """Append a file to `placed`, and return the part of a message that refers to the file by its index."""
+    """Append a file to `placed`, and return a message part with the file's index in that list."""
     placed.append(file)
     return {"type": file.kind.name, file.kind.name: len(placed) - 1}
 
 
 class _MarkedRow(NamedTuple):
-    """Row with marks in place of its files, so that a template can print the files."""
+    """A row with placeholder texts (marks) instead of its files, so that a template can print it."""
 
     values: dict[str, Any]
-    """Values of the row by column."""
     files: list[PromptFile]
-    """Files of the row; a mark has the index of its file in this list."""
+    """Files of the row. A mark has the index of its file in this list."""
     unprinted: list[int]
-    """Indices of the files in columns that no template prints."""
+    """Indices of the files whose column no template prints."""
 
 
 class MediaPrompts:
-    """Renders the prompts of rows with images, audio, videos or PDF documents."""
+    """Renders prompts with images, audio, videos or PDF documents."""
 
     def __init__(
         self,
@@ -192,24 +194,24 @@ class MediaPrompts:
         prompt_of: Callable[[dict[str, Any]], Any],
         printed: Collection[str],
     ) -> None:
-        """Check the columns with files; raise JobError or InputError.
+        """Check the columns that hold files; raise JobError or InputError.
 
-        `prompt_of` makes the prompt of a row: by templates, which print the columns `printed`, or from a
-        column of conversations.
+        `prompt_of` makes the prompt of a row, from templates or from a column of conversations. `printed` are
+        the columns that the templates print.
         """
         self._prompt_of = prompt_of
         self._printed = printed
         self._is_text = prompt.text is not None
-        """Whether a prompt is one text and not a chat."""
+        """Whether a prompt is a plain text instead of a chat."""
         self._is_column = isinstance(prompt.messages, str)
-        """Whether the messages come from a column of conversations."""
+        """Whether messages come from a column of conversations instead of templates."""
         self._columns: list[FileColumn] = []
         self._placeholders: dict[str, str] = {}
-        """For each kind of file, the model's token that stands for a file in a prompt that is one text."""
+        """Tokens of the model that stand for a file in a plain text prompt, by kind of file."""
         for field, spec in prompt.media.items():
             self._columns += [FileColumn(name, field, spec, source) for name in spec.columns]
             if isinstance(spec, PdfSpec):
-                # Documents occur only in chats, which need no placeholder.
+                # Documents are only allowed in chats, which need no placeholder tokens.
                 continue
             self._placeholders[KIND_OF_FIELD[field].name] = spec.placeholder or ""
             printed_columns = sorted({*spec.columns} & {*printed})
@@ -220,21 +222,22 @@ class MediaPrompts:
                     hint=f"set prompt.{field}.placeholder to the token of the model, or leave the column out",
                 )
         self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
-        # While templates are rendered, a mark stands for each file: a short text with the file's index. The
-        # secret in it is random, so that no value of a row contains a mark by chance or on purpose.
+        # While templates are rendered, each file is replaced by a mark, a short text with the file's index.
+        # The mark also has a random secret, so that no value of a row can contain one.
         self._secret = secrets.token_hex(8)
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
         self.columns = [column.name for column in self._columns]
-        """Columns that name files or the pages of documents."""
+        """Columns with files or with the page numbers of documents."""
         if self._page_column is not None:
             self.columns.append(self._page_column)
 
     def prompt(self, ordinal: int, row: dict[str, Any]) -> tuple[Any, tuple[PromptFile, ...]]:
         """Return the prompt of a row, and its files in the order in which the prompt refers to them.
 
-        `ordinal` is the ordinal of the row in the input. Raises RowRefusedError.
+        `ordinal` is the number of the row in the input. Raises RowRefusedError.
         """
-        # In the rendered texts, a mark with the index of a file stands where the file belongs.
+        # Each file is replaced by a mark with its index, so that the rendered text shows where the file
+        # belongs.
         marked_row = self._marked_row(ordinal, row)
         files = marked_row.files
         prompt = self._prompt_of(marked_row.values)
@@ -244,18 +247,18 @@ class MediaPrompts:
         texts = [prompt] if self._is_text else [message["content"] for message in prompt]
         # A template that loops over all columns prints a file without naming its column.
         printed_files = {int(index) for index in chain.from_iterable(map(self._mark.findall, texts))}
-        # Files that no template prints come at the beginning.
+        # Files that no template prints are put before the text.
         leading = [files[index] for index in marked_row.unprinted if index not in printed_files]
         if self._is_text:
             parts = [_part(file, placed) for file in leading]
             parts += self._parts_of(prompt, files, placed)
-            # In a prompt that is one text, the model's placeholder token stands for each file.
+            # In a plain text prompt, the model's placeholder token stands for a file.
             part_texts = [part.get("text") or self._placeholders[part["type"]] for part in parts]
             return "".join(part_texts), tuple(placed)
         return self._messages(prompt, files, leading, placed), tuple(placed)
 
     def _marked_row(self, ordinal: int, row: dict[str, Any]) -> _MarkedRow:
-        """Return a row in which a mark, a text with the index of a file, stands for each of its files.
+        """Return a row with a mark (a text with the file's index) in place of each file.
 
         Raises RowRefusedError if a column does not hold files.
         """
@@ -267,12 +270,12 @@ class MediaPrompts:
             value = row[column.name]
             is_printed = column.name in self._printed
             if value is None and is_printed:
-                # The template decides how to print a null.
+                # A null stays null, and the template decides how to print it.
                 continue
             start = len(files)
             files += column.files(ordinal, value, pages)
             indices = range(start, len(files))
-            # The characters around a mark are from Unicode's private use area, so texts rarely have them.
+            # U+E000 and U+E001 are in Unicode's private use area, so texts rarely contain them.
             marks = Marks(f"\ue000{self._secret}:{index}\ue001" for index in indices)
             values[column.name] = marks if column.holds_lists else str(marks)
             if not is_printed:
@@ -288,7 +291,7 @@ class MediaPrompts:
     ) -> list[dict[str, Any]]:
         """Put files in place of their marks, and `leading` at the start of the last user message."""
         user_messages = [index for index, message in enumerate(messages) if message["role"] == _USER]
-        # Without a user message, the files go to the first message.
+        # Without a user message, the files go into the first message.
         target = user_messages[-1] if user_messages else 0
         messages_with_files = []
         for index, message in enumerate(messages):
@@ -299,12 +302,12 @@ class MediaPrompts:
         return messages_with_files
 
     def _parts_of(self, text: str, files: list[PromptFile], placed: list[PromptFile]) -> list[dict[str, Any]]:
-        """Split a text at the marks that stand for files into text and media parts.
+        """Split a text at the marks of files into text parts and media parts.
 
-        The files are appended to `placed`.
+        Append the files to `placed`.
         """
         parts: list[dict[str, Any]] = []
-        # Splitting yields in turn a text and the index of a file.
+        # `split` yields texts and indices of files in turn.
         for number, text_or_index in enumerate(self._mark.split(text)):
             is_index = number % 2 == 1
             if is_index:
@@ -317,12 +320,11 @@ class MediaPrompts:
 def _conversation(
     messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: list[PromptFile]
 ) -> list[dict[str, Any]]:
-    """Put files into a conversation from a column, and append the files to `placed`.
+    """Put files into a conversation from a column, and append them to `placed`.
 
-    Files replace the conversation's empty parts of their kind (`{"type": "image"}`). Without empty parts,
-    they replace the marks in user messages (`<image>`) if there is a mark for each file. Otherwise the files
-    go to the start of the first user message. Raises RowRefusedError if the number of empty parts is not the
-    number of files.
+    Files replace the empty media parts (`{"type": "image"}`). Without such parts, they replace the marks
+    (`<image>`) in user messages, if there is a mark for each file. Otherwise they go to the start of the
+    first user message. Raises RowRefusedError if the number of empty parts differs from the number of files.
     """
     contents = [message.get("content") for message in messages]
     parts = chain.from_iterable(content for content in contents if isinstance(content, list))
@@ -331,7 +333,7 @@ def _conversation(
     files_to_place: dict[str, Iterator[PromptFile]] = {}
     marks: list[str] = []
     leading: list[PromptFile] = []
-    # Decide for each kind of file where its files go, before any message is changed.
+    # For each kind of file, decide where its files go before any message is changed.
     for name, kind in KINDS.items():
         kind_files = [file for file in files if file.kind.name == name]
         files_to_place[name] = iter(kind_files)
@@ -351,7 +353,7 @@ def _conversation(
     for message in messages:
         content: Any = message.get("content")
         if marks and _is_users_text(message):
-            # The marks become empty parts, which `_filled` replaces by files.
+            # Marks become empty parts, which `_filled` then replaces by files.
             content = _with_empty_parts(content, marks)
         if isinstance(content, list):
             message["content"] = _filled(content, files_to_place, placed)
@@ -361,9 +363,9 @@ def _conversation(
 
 
 def _put_first(messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: list[PromptFile]) -> None:
-    """Put files at the start of the first user message, or of the first message if the user has none.
+    """Put files at the start of the first user message; without one, at the start of the first message.
 
-    `placed` receives the files in the order in which they stand in the prompt.
+    The files are appended to `placed`, in their order in the prompt.
     """
     target = next((message for message in messages if message["role"] == _USER), messages[0])
     content = target.get("content") or []
@@ -373,14 +375,14 @@ def _put_first(messages: list[dict[str, Any]], files: Sequence[PromptFile], plac
 
 
 def _with_empty_parts(text: str, marks: list[str]) -> str | list[dict[str, Any]]:
-    """Return the parts of a text, with an empty part for each mark; return a text without marks unchanged."""
+    """Split a text at its marks, which become empty media parts; return a text without marks unchanged."""
     texts_and_marks = re.split(f"({'|'.join(marks)})", text)
     if len(texts_and_marks) == 1:
         return text
     parts: list[dict[str, Any]] = []
     for text_or_mark in texts_and_marks:
         if text_or_mark in marks:
-            # The mark <image> becomes a part of type `image`.
+            # `<image>` becomes a part of type `image`.
             parts.append({"type": text_or_mark[1:-1]})
         elif text_or_mark.strip():
             parts.append({"type": "text", "text": text_or_mark.strip("\n")})
@@ -390,9 +392,9 @@ def _with_empty_parts(text: str, marks: list[str]) -> str | list[dict[str, Any]]
 def _filled(
     parts: list[Any], files_to_place: Mapping[str, Iterator[PromptFile]], placed: list[PromptFile]
 ) -> list[Any]:
-    """Return the parts of a message, with the next file of its kind in place of each empty part.
+    """Return the parts of a message, with each empty part replaced by the next file of its kind.
 
-    The files are taken from `files_to_place`, by kind, and appended to `placed`.
+    The files come from the iterators in `files_to_place`, by kind, and are appended to `placed`.
     """
     parts_with_files = []
     for part in parts:
@@ -405,7 +407,7 @@ def _filled(
 
 
 def _kind_of_empty_part(part: Any) -> str | None:
-    """Return the kind of file of an empty part, such as `{"type": "image"}`; None for any other part."""
+    """Return the kind of an empty media part, such as `{"type": "image"}`; None for any other part."""
     values = [name for name, value in part.items() if name != "type" and value]
     return part["type"] if part["type"] in KINDS and not values else None
 

@@ -1,7 +1,6 @@
-"""Reads the tokenizer files of a model, and renders its chat template like SGLang 0.5.23, in a sandbox.
+"""Reads a model's tokenizer files, and renders its chat template in a sandbox, like SGLang 0.5.23.
 
-A chat template is code that the publisher of the model wrote. The sandbox lets this code produce text and
-nothing else.
+A chat template is code by the publisher of the model. In the sandbox, it can only produce text.
 """
 
 import json
@@ -32,7 +31,7 @@ They are arguments of transformers' `apply_chat_template` or of SGLang's chat en
 
 
 _BEGINNING = 64
-"""Number of characters at the beginning of a text that suffice to find its first token."""
+"""Number of characters at the start of a text that suffice to find its first token."""
 _CONFIG = "tokenizer_config.json"
 
 
@@ -72,7 +71,7 @@ class ChatTemplate:
     def refuse_failing(self, body: Mapping[str, Any]) -> None:
         """Raise RowRefusedError if SGLang would fail to render the template for the body of a chat.
 
-        A chat passes without a test if its prompt depends on more than this template and the body.
+        If the prompt depends on more than this template and the body, no test is made.
         """
         arguments = dict(body.get("chat_template_kwargs") or {})
         # SGLang does not pass this argument to the template.
@@ -87,15 +86,12 @@ class ChatTemplate:
         except RowRefusedError:
             if tools is None:
                 raise
-            # SGLang also tries again with the functions alone, because some templates expect this form.
+            # Like SGLang, try the plain functions too, because some templates expect tools in this form.
             self.render(messages, arguments, [tool["function"] for tool in tools])
 
 
 def _messages_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat as SGLang passes them to a template.
-
-    Return None if the content of a message has parts.
-    """
+    """Return a chat's messages as SGLang passes them to a template; None if a message has content parts."""
     messages: list[dict[str, Any]] = []
     for message in body["messages"]:
         fields = {name: value for name, value in message.items() if value is not None}
@@ -104,7 +100,7 @@ def _messages_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | No
         if "tool_calls" in fields:
             fields["tool_calls"] = [_with_parsed_arguments(call) for call in fields["tool_calls"]]
         messages.append(fields)
-    # SGLang renders an assistant message at the end as a user message, or leaves it out to continue it.
+    # SGLang turns an assistant message at the end into a user message, or leaves it out to continue it.
     if messages[-1]["role"] == "assistant":
         assistant_message = messages.pop()
         if not body.get("continue_final_message"):
@@ -121,7 +117,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat as SGLang passes them to a template; None if there are none."""
+    """Return a chat's tools as SGLang passes them to a template; None if there are none."""
     tools = body.get("tools") or []
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
@@ -129,7 +125,7 @@ def _tools_for_template(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         tools = [tool for tool in tools if tool["function"]["name"] == chosen_name]
     if not tools or choice == "none":
         return None
-    # SGLang passes tools with all fields of its own type, so a template also sees the fields that are unset.
+    # SGLang fills in unset fields, so a template sees them as well.
     defaults = {"description": None, "parameters": None, "strict": None}
     tools_with_defaults = []
     for tool in tools:
@@ -144,10 +140,10 @@ def has_chat_template(directory: Path) -> bool:
 
 
 def load_chat_template(directory: Path) -> ChatTemplate:
-    """Load the chat template of a model directory; of several templates, the first one.
+    """Load the chat template of a model directory; raise CannotTokenizeError if there is no usable one.
 
-    The file `chat_template.jinja` takes precedence over `chat_template` in tokenizer_config.json. Raises
-    CannotTokenizeError if there is no usable template.
+    The file `chat_template.jinja` takes precedence over `chat_template` in tokenizer_config.json. Of several
+    templates, the first one is used.
     """
     source = _source_in(directory)
     if not source:
@@ -162,14 +158,14 @@ def _source_in(directory: Path) -> Any:
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, ValueError):
         source = read_json(directory / _CONFIG).get("chat_template")
-    # A list has several templates, each with its name. The first one is the default.
+    # A list has several named templates. The first one is the default.
     return source[0]["template"] if source and isinstance(source, list) else source
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the special tokens in a tokenizer's configuration, by name such as `bos_token`.
 
-    The configuration has a special token as a text or as `{"content": …}`.
+    The configuration has each as a text or as `{"content": …}`.
     """
     texts = {}
     for name, value in config.items():
@@ -188,7 +184,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as in jinja2's own extensions
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the content of the tag as a scope, whose variables are not visible outside."""
+        """Return the tag's content as a scope of its own: its variables are not visible outside."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -196,7 +192,7 @@ class _Generation(Extension):
 
 @cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment in which `_compile_jinja_template` of transformers compiles chat templates."""
+    """Return the same Jinja environment as `_compile_jinja_template` of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -216,9 +212,9 @@ def _raise(message: str) -> None:
 
 
 def added_twice(tokenizer: Any, text: str) -> str | None:
-    """Return the special token that a tokenizer adds before a text that already begins with this token.
+    """Return the special token that a tokenizer would add a second time at the start of a text.
 
-    Return None if the tokenizer adds nothing, or adds a token with which the text does not begin.
+    Returns None if the text does not already begin with the token that the tokenizer adds.
     """
     # For an empty text, the tokens are only those that the tokenizer adds.
     added_ids = tokenizer.encode("", add_special_tokens=True).ids[:1]
@@ -227,9 +223,9 @@ def added_twice(tokenizer: Any, text: str) -> str | None:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of a model directory, which neither truncates nor pads.
+    """Return the `tokenizers.Tokenizer` of a model directory, without truncation and padding.
 
-    Raises CannotTokenizeError if the file tokenizer.json is missing or broken.
+    Raises CannotTokenizeError if tokenizer.json is missing or broken.
     """
     from tokenizers import Tokenizer  # noqa: PLC0415 - few processes need it
 

@@ -17,12 +17,11 @@ Offsets = list[tuple[int, int]]
 _TOKENS_FROM_BEGINNING: Mapping[Truncation, Callable[[int], int]] = {
     "head": lambda _keep: 0, "tail": lambda keep: keep, "middle": lambda keep: keep // 2,
 }  # fmt: skip
-"""Functions that return how many of `keep` tokens come from the beginning of a truncated prompt.
+"""How many of the `keep` remaining tokens come from the start of a truncated prompt.
 
 The other tokens come from its end.
 """
 _ROLES = {"system", "user", "assistant"}
-"""Roles that every chat template supports."""
 
 
 class TokenBudget(NamedTuple):
@@ -31,13 +30,13 @@ class TokenBudget(NamedTuple):
     context: int | None
     """Maximum number of tokens of prompt and output together (context length)."""
     longest_prompt: int | None = None
-    """Number of tokens that a prompt must stay below."""
+    """A prompt must have fewer tokens than this."""
 
 
 class Encoder:
-    """Tokenizes batches of prompts of one kind. It also checks their lengths, or truncates the prompts.
+    """Tokenizes batches of prompts, and refuses or truncates prompts that are too long. Thread-safe.
 
-    Thread-safe.
+    All prompts are of one kind (text, messages or token ids).
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Encoder:
         *,
         chat_sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the tokenizer from a model's `directory`, which is None if prompts are token ids already.
+        """Load the tokenizer from a model's `directory`; None if prompts are token ids already.
 
         `chat_sampling` has the sampling parameters that SGLang's chat endpoint would add to a request. Raises
         CannotTokenizeError if a file of the model cannot be used.
@@ -64,10 +63,10 @@ class Encoder:
         self._chat_sampling = chat_sampling or {}
 
     def can_encode(self, request: Request) -> bool:
-        """Tell whether `encode` tokenizes a request; the engine tokenizes all other requests.
+        """Tell whether `encode` can tokenize a request; if not, the engine has to.
 
-        The engine must tokenize requests whose prompt depends on more than the texts of messages, such as
-        media or tools. It also continues an assistant message at the end in its own way.
+        The engine must tokenize prompts that depend on more than the texts of messages, such as media or
+        tools, and chats in which it continues an assistant message.
         """
         if request.kind != self._kind or request.media or request.tools:
             return False
@@ -83,7 +82,7 @@ class Encoder:
         A request that fails `can_encode` is returned unchanged.
         """
         items: list[Request | Outcome] = [*requests]
-        # Requests that can be encoded are tokenized in one batch; all others keep their places in `items`.
+        # Requests that can be encoded are tokenized in one batch; the others keep their places in `items`.
         indices = [index for index, request in enumerate(requests) if self.can_encode(request)]
         ids_of_requests = self.token_ids([requests[index] for index in indices])
         for index, ids in zip(indices, ids_of_requests, strict=True):
@@ -101,11 +100,11 @@ class Encoder:
         """
         if self._backend is None:
             return [list(request.prompt) for request in requests]
-        # The list first has a text or an error for each request. Later, token ids replace the texts.
+        # A text or an error for each request. Token ids replace the texts below.
         results: list[Any] = [self.prompt_text(request) for request in requests]
         indices = [index for index, text in enumerate(results) if isinstance(text, str)]
         texts = [results[index] for index in indices]
-        # A chat template writes the special tokens at the beginning and the end of a prompt itself.
+        # A chat template writes the special tokens itself.
         ids_of_texts = self._encoded(texts, special=self._chat is None)
         for index, ids in zip(indices, ids_of_texts, strict=True):
             results[index] = ids
@@ -130,15 +129,15 @@ class Encoder:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as failure:  # noqa: BLE001 - the library raises TypeError or plain Exception
             if len(texts) > 1:
-                # Each text is encoded alone, so that one bad text does not fail the others.
+                # Encode each text alone, so that one bad text does not fail the others.
                 return [self._encoded([text], special=special)[0] for text in texts]
             return [_refusal(failure, text) for text in texts]
         return [encoding.ids for encoding in encodings]
 
     def _as_ids(self, request: Request, ids: list[int]) -> Request:
-        """Return a request with token ids in place of its prompt."""
+        """Return a request with token ids as its prompt."""
         sampling = request.sampling
-        # A chat is sent as token ids to an endpoint that does not add the chat endpoint's own parameters.
+        # Token ids go to an endpoint that does not add the sampling parameters of the chat endpoint.
         if request.kind == "messages":
             sampling = {**self._chat_sampling, **sampling}
         return request._replace(
@@ -146,9 +145,9 @@ class Encoder:
         )
 
     def _fitted(self, request: Request, ids: Ids) -> list[int]:
-        """Return the token ids of a prompt, truncated to the budget if the job allows that.
+        """Return the token ids of a prompt, truncated to the budget if the job allows it.
 
-        Raises RowRefusedError if the prompt cannot be tokenized, or does not fit.
+        Raises RowRefusedError if the prompt cannot be tokenized or does not fit.
         """
         if isinstance(ids, RowRefusedError):
             raise ids
@@ -167,7 +166,7 @@ class Encoder:
         # Leave room for the longest output. If the job does not limit the output, leave room for one token.
         limit = context - int(request.sampling.get("max_new_tokens") or 1)
         if longest_prompt is not None:
-            # A prompt must stay below `longest_prompt`.
+            # A prompt must be shorter than `longest_prompt`.
             limit = min(limit, longest_prompt - 1)
         if len(ids) <= limit:
             return ids
@@ -184,8 +183,7 @@ class Encoder:
         """
         text = _truncatable(request)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets if limit > 0 else []
-        # All tokens that the prompt has too many are removed from this text. The rest of the prompt keeps its
-        # tokens.
+        # This text loses as many tokens as the whole prompt has too many.
         keep = len(offsets) - (length - limit)
         while keep > 0:
             shorter_text = truncate_text(text, offsets, keep, truncation)
@@ -218,7 +216,7 @@ def truncate_text(text: str, offsets: Offsets, keep: int, truncation: Truncation
     """
     from_beginning = _TOKENS_FROM_BEGINNING[truncation](keep)
     from_end = keep - from_beginning
-    # The head ends where its last token ends, and the tail begins where its first token begins.
+    # Each part is cut at the boundary of a token.
     head = text[: offsets[from_beginning - 1][1]] if from_beginning else ""
     tail = text[offsets[-from_end][0] :] if from_end else ""
     return head + tail
@@ -233,7 +231,7 @@ def _truncatable(request: Request) -> str:
 
 
 def _with_text(request: Request, text: str) -> Request:
-    """Return a request whose prompt, or last user message in a chat, is replaced by a truncated `text`."""
+    """Return a request with `text` in place of its last user message, or of its plain text prompt."""
     if request.kind == "text":
         return request._replace(prompt=text)
     messages = [*request.prompt]
@@ -243,7 +241,7 @@ def _with_text(request: Request, text: str) -> Request:
 
 
 def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
-    """Return the error that refuses a row because its prompt could not be tokenized.
+    """Return the error for a row whose prompt could not be tokenized.
 
     `text` is the prompt's text, if it is known.
     """
@@ -258,7 +256,7 @@ def _refusal(failure: Exception, text: str = "") -> RowRefusedError:
 
 
 def _is_plain(message: Any) -> bool:
-    """Tell whether a message has a role that every chat template supports, a text, and nothing else."""
+    """Tell whether a message has only a text and a role that every chat template supports."""
     if not isinstance(message, dict):
         # The list of messages has a null.
         return False

@@ -107,10 +107,10 @@ def draw_lines(
     top: float = 0.0,
 ) -> Chart:
     """Return a chart of lines over time; the vertical axis reaches from 0 to at least `top`."""
-    # A run without any length would divide by zero.
+    # A run of no length would divide by zero.
     length_s = timeline.axis.length_s or 1.0
     values = [value for line in lines.values() for value in line if value is not None]
-    # The lower end of a zone must be visible, too. A chart with only zeros gets an axis up to 1.
+    # The lower end of a shaded zone must be visible too. A chart with only zeros gets an axis up to 1.
     highest = max([*values, top, *(zone.low for zone in zones)]) or 1.0
     step, axis_end = _scale(highest)
     x_positions = [WIDTH * place / length_s for place in timeline.places]
@@ -140,7 +140,7 @@ def draw_lines(
 
 def time_ticks(length_s: float) -> list[AxisTick]:
     """Return ticks at round times for an axis of `length_s` seconds."""
-    # A run that is too long for all of _STEPS_S gets a step of whole days.
+    # A very long run gets ticks at whole days.
     whole_days_s = 86400.0 * math.ceil(length_s / 86400 / TICKS)
     step_s = next((step_s for step_s in _STEPS_S if length_s / step_s <= TICKS), whole_days_s)
     unit_s, unit = next((pair for pair in _UNITS_S if step_s >= pair[0]), (1, "s"))
@@ -166,7 +166,7 @@ def _scale(highest: float) -> tuple[float, float]:
 
     The step is 1, 2 or 5 times a power of ten, and the axis has at most five steps up to `highest`.
     """
-    # This is a tolerance for the rounding errors of floats.
+    # Tolerance for rounding errors of floats.
     rounding = 1e-9
     least_step = highest / 5
     power = 10.0 ** math.floor(math.log10(least_step))
@@ -177,7 +177,6 @@ def _scale(highest: float) -> tuple[float, float]:
 
 
 def _description(label: str, line: Line) -> str:
-    """Return a description of a line in words."""
     values = [value for value in line if value is not None]
     low, mean, high = map(number, (min(values), fmean(values), max(values)))
     return f"{label}: lowest {low}, mean {mean}, highest {high}"
@@ -194,7 +193,7 @@ def _shade(zone: ValueZone, axis_end: float) -> ChartZone:
 
 
 def _path(x_positions: Sequence[float], line: Line, breaks: frozenset[int], axis_end: float) -> str:
-    """Return the SVG path of a line, which is interrupted at `breaks` and where values are missing."""
+    """Return the SVG path of a line, interrupted at `breaks` and at missing values."""
     path, has_previous_point = "", False
     for index, (x, value) in enumerate(zip(x_positions, line, strict=True)):
         is_connected = has_previous_point and index not in breaks
@@ -215,7 +214,7 @@ _MARKS = {"died": "bad", "hangs": "bad", "lost": "bad", "back": "good"}
 def load_charts(
     timeline: Timeline, histories: Sequence[WorkerHistory], incidents: Iterable[IncidentMark]
 ) -> list[Chart]:
-    """Return the charts of a run's load that have a line; vertical lines in all charts mark the incidents."""
+    """Return the charts of a run's load. Vertical lines in all charts mark the incidents."""
     draw = partial(draw_lines, timeline, marks=_marks(timeline, incidents))
     total, by_replica = partial(_total, timeline), partial(_by_replica, timeline)
     charts = [
@@ -269,7 +268,7 @@ def load_charts(
 
 
 def _marks(timeline: Timeline, incidents: Iterable[IncidentMark]) -> list[EventMark]:
-    """Return the vertical lines of all charts: new starts after a pause, and incidents."""
+    """Return the vertical lines that all charts show: new starts after a pause, and incidents."""
     axis = timeline.axis
     marks = [EventMark(position, "plain", "a new start after a pause") for position in axis.resumed()]
     for incident in incidents:
@@ -279,15 +278,15 @@ def _marks(timeline: Timeline, incidents: Iterable[IncidentMark]) -> list[EventM
 
 
 def _total(timeline: Timeline, *named: tuple[str, str]) -> dict[str, Line]:
-    """Return a line for each pair of a gauge and a label: the sum of the gauge over all workers, by label."""
+    """Return by label a line for each pair of gauge and label: the sum of the gauge over all workers."""
     return {label: line for name, label in named if (line := timeline.total(name))}
 
 
 def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict[str, Line]:
     """Return a line of the gauge `name` for each replica, by label.
 
-    The line of a single replica has the label `alone`. Without this label, a single replica has no line,
-    because another chart shows the same values as a total.
+    If there is only one replica, its line has the label `alone`. Without this label it has no line, because
+    another chart shows the same values as a total.
     """
     lines = timeline.of_schedulers(name)
     if len(lines) > 1:
@@ -299,7 +298,7 @@ def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict
 
 
 def _bands(histories: Sequence[WorkerHistory]) -> list[ValueZone]:
-    """Return one zone that covers the healthy queues of all schedulers; an empty list if none is known."""
+    """Return a zone that covers the healthy queue lengths of all schedulers; empty if none is known."""
     bands = [band for history in histories for band in history.bands.values()]
     if not bands:
         return []
@@ -308,7 +307,7 @@ def _bands(histories: Sequence[WorkerHistory]) -> list[ValueZone]:
 
 
 def _most_running(histories: Sequence[WorkerHistory]) -> list[ValueZone]:
-    """Return a horizontal line at the lowest limit of running requests; an empty list if none is known."""
+    """Return a horizontal line at the lowest limit of running requests; empty if none is known."""
     limits = [limit for history in histories for limit in history.max_running.values()]
     if not limits:
         return []

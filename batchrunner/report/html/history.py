@@ -1,6 +1,7 @@
-"""The history of a run for its page: load and incidents from the workers' event logs, on one time axis.
+"""Reads the load and the incidents of a run from the workers' event logs, for charts over time.
 
-The time is divided into cells of equal width. A cell has the mean of each gauge over its load samples.
+The time is divided into cells of equal width. A cell has the mean of each gauge, such as the queue length,
+over its load samples.
 """
 
 from bisect import bisect_right
@@ -17,20 +18,20 @@ from batchrunner.output.samples import LoggedSample, sample_of
 from batchrunner.report.verdict import GO_ON
 
 MOST_CELLS = 600
-"""Maximum number of cells into which the time of a run is divided."""
+"""Maximum number of cells (points of a chart) into which the time of a run is divided."""
 LEAST_CELL_S = 0.125
-"""Minimum width of a cell, in seconds."""
+"""Minimum width of a cell (a point of a chart), in seconds."""
 MOST_INCIDENTS = 200
 """Maximum number of incidents of a worker on the page. Older incidents are dropped."""
 LONGEST = 300
 """Maximum number of characters of a name or reason on the page."""
 
 RETRACTIONS = "retractions"
-"""Name of the gauge that counts retractions since the start."""
+"""Name of the gauge that counts retractions since the start of the run."""
 WORKER_GAUGES = (
     "output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight", RETRACTIONS,
 )  # fmt: skip
-"""Gauges of a whole worker: attributes of LoggedSample."""
+"""Gauges of a whole worker, which are attributes of LoggedSample."""
 SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_per_s", RETRACTIONS)
 """Gauges of one scheduler: attributes of the entries in `LoggedSample.signals`."""
 
@@ -47,24 +48,24 @@ Line = list[float | None]
 
 @dataclass(slots=True)
 class AttemptLoad:
-    """The load during one attempt (one start) of a worker. Times are seconds since the epoch."""
+    """The load during one start of a worker. Times are seconds since the epoch."""
 
     began: float
     """Time of the first event."""
     ended: float
     """Time of the last event."""
     reason: str | None = None
-    """Reason why the attempt ended; None if it was killed, or is running."""
+    """Reason why it ended; None if the worker was killed, or is running."""
     next_step: str = GO_ON
-    """What to do about rows that remain; empty if the reason says it."""
+    """What to do about remaining rows; empty if the reason says it."""
     cells: dict[int, Cell] = field(default_factory=dict)
-    """Cells by number. The number is the time divided by the width of a cell, rounded down."""
+    """Cells (points of a chart) by number: the time divided by the width of a cell, rounded down."""
     retractions: int = 0
     """Number of retractions of all schedulers."""
 
 
 class IncidentMark(NamedTuple):
-    """An incident of a server or a worker, such as a death or a takeover of its rows."""
+    """An incident of a server or a worker, such as its death."""
 
     time: float
     """Seconds since the epoch."""
@@ -78,7 +79,7 @@ class IncidentMark(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerHistory:
-    """Summary of the events of all attempts of a worker."""
+    """Summary of a worker's events, over all of its starts."""
 
     task: str
     """Name of the worker."""
@@ -91,19 +92,19 @@ class WorkerHistory:
     tokenize: dict[str, Any] = field(default_factory=dict)
     """The last `tokenize` event."""
     bands: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Healthy range of `#queue-req` of each scheduler in the last attempt that has load samples."""
+    """Healthy range of each scheduler's `#queue-req`, from the last start with load samples."""
     max_running: dict[str, int] = field(default_factory=dict)
-    """`max_running_requests` of each scheduler in the last attempt that has load samples."""
+    """Each scheduler's `max_running_requests`, from the last start with load samples."""
     _replica_names: dict[str, str] | None = None
-    """Names of launched servers by URL. The port in the URL changes with each attempt, but the name does not.
-    None for attached servers, which are named by their URLs."""
+    """Names of the servers that the run started, by URL. The port in the URL changes with each start; the
+    name stays. None if the servers were running before. Then their URLs are their names."""
 
     def add(self, event: dict[str, Any]) -> None:
-        """Add the next event of the log. An event of unknown kind only extends its attempt."""
+        """Add the next event of the log. An event of unknown kind only extends the time of its start."""
         # A damaged log may begin without a `start` event.
         if event["event"] == "start" or not self.attempts:
             self.attempts.append(AttemptLoad(began=event["time"], ended=event["time"]))
-            # Only a launched engine has a log.
+            # Only an engine that the run started has a log.
             is_launched = bool((event.get("engine") or {}).get("log"))
             self._replica_names = {} if is_launched else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
@@ -129,7 +130,7 @@ class WorkerHistory:
         """Add a load sample to its cell, and update the limits of its schedulers."""
         attempt = self.attempts[-1]
         if not attempt.cells:
-            # The sample is the first of an attempt, whose servers and limits may differ from those before.
+            # This is the first sample of a start. Its servers and limits may differ from earlier ones.
             self.bands, self.max_running = {}, {}
         cell = attempt.cells.setdefault(int(sample.time / self.width_s), {})
         for name in WORKER_GAUGES:
@@ -140,17 +141,17 @@ class WorkerHistory:
                 _measure(cell, (name, who), getattr(load, name))
             if load.max_running:
                 self.max_running[who] = load.max_running
-        # A load sample counts the retractions since the start of the attempt, so the last one has the total.
+        # Each sample counts the retractions since the start, so the last one has the total.
         attempt.retractions = sample.retractions
-        # Schedulers that are gone keep their last range.
+        # Schedulers that no longer exist keep their last range.
         self.bands.update(sample.bands)
 
     def _name_of(self, scheduler: str) -> str:
-        """Return the name of a scheduler on the page, which stays the same over all attempts."""
+        """Return the name of a scheduler on the page, which is the same for all starts of the run."""
         if self._replica_names is None:
             return scheduler
         server, separator, dp_rank = scheduler.partition("#")
-        # Servers are numbered in the order in which they first appear in the log of the attempt.
+        # Servers are numbered in the order in which they appear in the log.
         replica = self._replica_names.setdefault(server, f"replica {len(self._replica_names)}")
         return replica + separator + dp_rank
 
@@ -175,34 +176,34 @@ def _measure(cell: Cell, key: Key, value: Any) -> None:
 
 
 def _short(text: object) -> str:
-    """Return the first LONGEST characters of a text of an event; "" if the event lacks the text."""
+    """Return a shortened text of an event; "" if the event lacks it."""
     return str(text or "")[:LONGEST]
 
 
 MOST_SCHEDULER_LINES = 8
-"""Maximum number of schedulers that have a line each in a chart. More schedulers share three lines: the
+"""Maximum number of schedulers with a line each in a chart. If there are more, the chart has three lines: the
 lowest, the mean and the highest value."""
 GAP_S = 10.0
-"""Time in seconds without a load sample after which a line ends and a worker counts as idle. A worker logs a
-load sample every two seconds."""
+"""A line of a chart is interrupted after this many seconds without a load sample, and the worker counts as
+idle. A worker logs a load sample every two seconds."""
 STEADY_S = 4.0
-"""Minimum width of a cell in seconds if a run has several workers. A worker logs a load sample every two
-seconds, so that each cell has a sample of each worker."""
+"""Minimum width of a cell (a point of a chart) in seconds, if a run has several workers. Each worker logs a
+load sample every two seconds, so each cell has samples of all workers."""
 
 
 def cell_width(length_s: float, workers: int) -> float:
-    """Return the width of a cell in seconds for a run of `length_s` seconds with this number of workers."""
+    """Return the width of a cell (a point of a chart), in seconds, for a run of this length."""
     return max(length_s / MOST_CELLS, STEADY_S if workers > 1 else LEAST_CELL_S)
 
 
 class TimeAxis:
-    """Maps times to positions on an axis on which pauses of the whole run take no space.
+    """Maps times to positions on a time axis that leaves out the pauses of a run.
 
-    A period of work is a time in which at least one worker ran without a break.
+    A period of work is a time in which at least one worker was always running.
     """
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        """Build the axis from the times of the first and last event of each attempt, in any order."""
+        """Build the axis from the times of the first and last event of each start, in any order."""
         self._begins: list[float] = []
         """Times at which the periods of work began, ascending."""
         self._ends: list[float] = []
@@ -213,7 +214,7 @@ class TimeAxis:
         """Length of the axis in seconds."""
         for begin, end in sorted(spans):
             if self._ends and begin <= self._ends[-1]:
-                # The attempt began during the last period of work, and may extend it.
+                # This start began during the last period of work, and may extend it.
                 self.length_s += max(0.0, end - self._ends[-1])
                 self._ends[-1] = max(self._ends[-1], end)
                 continue
@@ -246,11 +247,11 @@ class TimeAxis:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The load of all workers of a run, cell by cell on one time axis."""
+    """The load of all workers of a run over time, as lines for charts."""
 
     axis: TimeAxis
     places: list[float] = field(default_factory=list)
-    """Positions on the time axis of the middle of each cell, in seconds, ascending."""
+    """Positions on the time axis of the points of all lines, in seconds, ascending."""
     breaks: frozenset[int] = frozenset()
     """Indices in `places` at which each line begins anew, without a connection to the point before."""
     lines: dict[Key, Line] = field(default_factory=dict)
@@ -265,8 +266,7 @@ class Timeline:
     def of_schedulers(self, name: str) -> dict[str, Line]:
         """Return the line of a gauge for each scheduler, by label.
 
-        If there are more than MOST_SCHEDULER_LINES schedulers, return three lines instead: the lowest, the
-        mean and the highest value of all schedulers.
+        If there are many schedulers, return three lines instead: the lowest, the mean and the highest value.
         """
         lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
         if len(lines) <= MOST_SCHEDULER_LINES:
@@ -287,7 +287,7 @@ class Timeline:
 
 
 def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
-    """Merge the histories of workers, whose cells must have the same width, into one timeline."""
+    """Merge the histories of workers into one timeline. Their cells must have the same width."""
     attempts = [attempt for history in histories for attempt in history.attempts]
     axis = TimeAxis((attempt.began, attempt.ended) for attempt in attempts)
     width_s = histories[0].width_s if histories else LEAST_CELL_S
@@ -297,7 +297,7 @@ def make_timeline(histories: Sequence[WorkerHistory]) -> Timeline:
     lines: dict[Key, Line] = {key: [grid[number].get(key) for number in numbers] for key in keys}
     return Timeline(
         axis=axis,
-        # A value stands in the middle of its cell.
+        # A point is in the middle of its cell.
         places=[axis.place((number + 0.5) * width_s) for number in numbers],
         breaks=_breaks(numbers, width_s, axis),
         lines=lines,
@@ -316,8 +316,8 @@ def _sums_of_workers(histories: Sequence[WorkerHistory]) -> dict[int, dict[Key, 
     for history in histories:
         # Replicas of two workers may have the same name.
         prefix = f"{history.task} " if has_several else ""
-        # If there are several workers, cells without a load sample are filled from the cell before. Otherwise
-        # a worker would count as idle there.
+        # With several workers, empty cells are filled from the cell before. Otherwise a worker would count as
+        # idle there.
         for number, cell in _cells(history, fill=has_several):
             sums = grid.setdefault(number, {})
             for (name, scheduler), (total, number_of_values) in cell.items():
@@ -334,8 +334,7 @@ def _breaks(numbers: list[int], width_s: float, axis: TimeAxis) -> frozenset[int
     numbers of the cells, ascending.
     """
     silence_s = max(GAP_S, 2 * width_s)
-    # Take the end of each cell as its time. The middle of an attempt's first cell may lie before the attempt,
-    # and so in the pause before it.
+    # The end of a cell counts as its time. The middle of the first cell after a pause may lie in the pause.
     ends = [(number + 1) * width_s for number in numbers]
     breaks = set()
     for index, (previous_end, end) in enumerate(pairwise(ends), 1):
@@ -348,13 +347,13 @@ def _breaks(numbers: list[int], width_s: float, axis: TimeAxis) -> frozenset[int
 def _cells(history: WorkerHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
     """Yield the cells of a worker with their numbers.
 
-    With `fill`, a cell is repeated in the empty cells after it, for up to GAP_S, so that a worker without a
-    load sample in a cell does not count as idle in the sum over workers.
+    With `fill`, a cell is repeated in the empty cells after it, for up to GAP_S. Otherwise the worker would
+    count as idle there in the sum over workers.
     """
     most_cells = int(GAP_S / history.width_s)
     for attempt in history.attempts:
         numbers = sorted(attempt.cells)
-        # The last cell of an attempt has no next cell, and is not repeated.
+        # The last cell of a start is not repeated.
         next_numbers = [*numbers[1:], *numbers[-1:]]
         for number, next_number in zip(numbers, next_numbers, strict=True):
             yield number, attempt.cells[number]

@@ -1,5 +1,5 @@
 "use strict";
-// Reads values off the charts under the pointer, and hides lines. The page is whole without it.
+// Shows the charts' values under the pointer, and hides lines on request. The page works without this script.
 (() => {
   const readout = JSON.parse(document.getElementById("readout").textContent);
   const charts = [...document.querySelectorAll("[data-chart]")];
@@ -42,7 +42,7 @@
     };
     plot.addEventListener("pointerdown", read);
     plot.addEventListener("pointermove", read);
-    // a finger leaves when it is lifted: what it showed stays
+    // A lifted finger also counts as leaving. The values stay.
     plot.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(null); });
     for (const button of chart.querySelectorAll("button")) {
       button.addEventListener("click", () => {

@@ -1,4 +1,4 @@
-"""The page of a run, report.html: collects what the page shows, and fills the template page.html."""
+"""Writes the page of a run, report.html: collects what it shows, and fills the template page.html."""
 
 import functools
 import logging
@@ -52,7 +52,7 @@ def make_page(run_dir: RunDir) -> str:
     facts = require_run_json(run_dir)
     workers = _workers(run_dir)
     results = read_results(workers)
-    # A worker without a single event has no place on the time axis.
+    # A worker without events has no place on the time axis.
     spans = {worker: attempts for worker in workers if (attempts := attempt_spans(worker.events))}
     length_s = union_s(span for attempts in spans.values() for span in attempts)
     width_s = cell_width(length_s, len(spans))
@@ -82,9 +82,9 @@ def _headline(
     timeline: Timeline,
     histories: Sequence[WorkerHistory],
 ) -> dict[str, Any]:
-    """Return the state and the main figures of a run for the template.
+    """Return the state and the main figures of a run, for the template.
 
-    `facts` is the content of run.json. In the result, `state_kind` is the style of the state in page.css:
+    `facts` is the content of run.json. `state_kind` in the result is the style of the state in page.css:
     good, warn, bad or live.
     """
     total = facts["rows_total"]
@@ -135,7 +135,6 @@ def _state(
     `remaining` is the number of rows without a result. `failed_rows` is the result of `too_many_failed`.
     """
     workers = [run_dir.of_task(history.task) for history in histories]
-    # Names of the processes that run now.
     holders = list(filter(None, holders_of([(worker, last_sample(worker.events)) for worker in workers])))
     if holders:
         running = holders[0] if len(histories) == 1 else f"{len(holders)} of {len(histories)} workers"
@@ -163,9 +162,9 @@ def _over_time(timeline: Timeline, histories: Sequence[WorkerHistory]) -> dict[s
         "retractions": timeline.retractions,
         "incidents": [(timeline.axis.place(incident.time), incident) for incident in incidents],
         "readout": {
-            # Positions on the time axis, in seconds, at which the charts have values.
+            # Times at which the charts have values, in seconds.
             "places": [round(place, 2) for place in timeline.places],
-            # The length must not be 0, because page.js divides by it.
+            # page.js divides by this length.
             "length_s": timeline.axis.length_s or 1.0,
             "charts": {chart.key: [line.values for line in chart.strokes] for chart in charts},
         },
@@ -190,12 +189,12 @@ def _workers(run_dir: RunDir) -> list[RunDir]:
 def _decisions(
     histories: Sequence[WorkerHistory], timeline: Timeline, facts: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the runner's decisions on order, tokenizing and window, as pairs of a name and a text.
+    """Return what the runner decided (order, tokenization, concurrency limit), as pairs of name and text.
 
     With several workers, the decision of the last worker is shown.
     """
     decisions = []
-    # The histories are in the order of the workers; the last worker with an event decides.
+    # The last worker with such an event counts.
     if order := next((history.order for history in reversed(histories) if history.order), None):
         decisions.append(("Order of the rows", f"{order.get('order')}: {order.get('why')}"))
     if tokenize := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
@@ -211,7 +210,7 @@ def _decisions(
 
 
 def _load(run_dir: RunDir) -> list[tuple[str, str]]:
-    """Return facts about load and sending from report.json, as pairs of a name and a text."""
+    """Return facts about the load from report.json, as pairs of a name and a text."""
     report = read_json(run_dir.report_json)
     load, sharing = report.get("load") or {}, report.get("sharing") or {}
     facts = []
@@ -243,7 +242,7 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
 
 
 def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the limits of the engine and the versions of the software, as pairs of a name and a text.
+    """Return the engine's limits and the software versions, as pairs of a name and a text.
 
     `facts` is the content of run.json.
     """
@@ -269,7 +268,7 @@ def _template() -> jinja2.Template:
 
 
 def _visible(value: object) -> object:
-    """Return a value of the template with control characters escaped in each line of a text.
+    """Return a value for the template, with control characters escaped if it is a text.
 
     HTML does not allow control characters, and marks of text direction would reverse the text around them.
     """

@@ -1,4 +1,4 @@
-"""The results of a run for its page: counts of rows, distributions of lengths, and a few answers.
+"""Reads a run's results for its page: counts of rows, distributions of lengths, and a few answers.
 
 DuckDB reads only the numeric columns, once for each distribution, so that memory does not grow with the rows.
 """
@@ -60,8 +60,8 @@ class RunResults:
 def read_results(workers: Sequence[RunDir]) -> RunResults:
     """Read the results of these workers of a run; raises ResumeError for a damaged result file.
 
-    Rows that are still in a journal are counted, but are not in the distributions. A journal has the rows of
-    the last half minute.
+    Rows of the last half minute may still be in a journal. They are counted, but are not in the
+    distributions.
     """
     import duckdb  # noqa: PLC0415 - 25 MB, which only a page needs
 
@@ -80,21 +80,21 @@ def read_results(workers: Sequence[RunDir]) -> RunResults:
         ):
             _register(connection, parts)
             lengths = list(filter(None, (_length(connection, *length) for length in _LENGTHS)))
-            # The examples come from the newest part file.
+            # The examples come from the newest result file.
             return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
         raise ResumeError(f"{workers[0].path}: results cannot be read: {first_line(failure)}") from None
 
 
 def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> None:
-    """Define the view `results` of the numeric columns in the part files (the Parquet files of results).
+    """Define the view `results` of the numeric columns in the result files.
 
     In the view, `output_tokens` is always a list with the output tokens of each completion.
     """
     schema = pq.read_schema(parts[0])
     names = ["attempts", "latency_s", "prompt_tokens"]
     if not has_texts(schema):
-        # A task without decoding, such as an embedding, has no output tokens.
+        # A task without decoding, such as embedding, has no output tokens.
         tokens = "[]::INTEGER[]"
     else:
         names.append("completion_tokens")
@@ -121,7 +121,7 @@ def _length(
 
 
 def _answers(part: Path) -> list[dict[str, Any]]:
-    """Return the first rows of a part file, each as shortened texts by column."""
+    """Return the first rows of a result file, each as shortened texts by column."""
     with pq.ParquetFile(part) as file:
         names = [name for name in file.schema_arrow.names if name not in _LEFT_OUT]
         batch = next(file.iter_batches(batch_size=ANSWERS, columns=names, use_threads=False), None)
@@ -130,7 +130,7 @@ def _answers(part: Path) -> list[dict[str, Any]]:
     columns = []
     for name in names:
         values, unreadable = values_of(batch.column(name))
-        # In place of a value that Python cannot represent, the reason is shown.
+        # If Python cannot represent a value, the reason is shown instead.
         columns.append([unreadable.get(index, value) for index, value in enumerate(values)])
     return [
         {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}

@@ -6,12 +6,11 @@ from pathlib import Path
 from batchrunner.sglang.logs.lines import clean
 
 TAIL_BYTES = 4 << 20
-"""Number of bytes read from the end of a log. It is large, because after the error of one rank the other
-ranks may write thousands of lines of tracebacks."""
+"""Number of bytes read from the end of a log. After the error of one rank, the other ranks may write
+thousands of lines of tracebacks."""
 HEAD_BYTES = 1 << 20
-"""Number of bytes read from the beginning of a log. They contain a server's arguments, 16 kB per process, and
-its limits.
-"""
+"""Number of bytes read from the beginning of a log. They contain the server's limits and arguments (16 kB per
+process)."""
 LINE_CHARACTERS = 300
 """Maximum number of characters of a log line in the explanation of a failure."""
 MOST_LINES = 3
@@ -23,18 +22,18 @@ _CAUSE = re.compile(
     r"|Not enough memory.*|.*address already in use.*|.*Killed$|Subprocess \S+ .*crashed.*)",
     re.IGNORECASE,
 )
-# Errors that are only consequences of another error, and so do not explain the failure.
+# Errors that are only the consequences of another error, so they explain nothing.
 _CONSEQUENCE = re.compile(
     r"Scheduler or detokenizer|Received sigquit|Rank \d+ scheduler|exit ?code|EOFError|KeyboardInt"
 )
-# A process that was killed logs no error, so errors before such a line do not explain its end.
+# A killed process logs no error of its own. So an error before such a line is not the cause of its end.
 _KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
 
 
 def cause_in(log: Path, since: int = 0) -> str:
     """Return the lines after byte `since` of a log that best explain a failure, joined by ` / `.
 
-    At most MOST_LINES lines are returned. If no line explains the failure, they are the last lines.
+    Return at most MOST_LINES lines; the last lines if none explains the failure.
     """
     lines = [unstamped(line) for line in head_and_tail(log, since)]
     causes = [line for line in lines if _CAUSE.match(line)]
@@ -62,7 +61,8 @@ def head_and_tail(log: Path, since: int = 0) -> list[str]:
             head = file.read(HEAD_BYTES)
             # The tail begins after the head, so that no line of a short log is read twice.
             file.seek(max(file.tell(), log.stat().st_size - TAIL_BYTES))
-            # A running server appends lines, so up to twice the tail is read, but not without limit.
+            # A running server may append lines during the reading. So up to twice the tail is read, but no
+            # more.
             text = head + file.read(2 * TAIL_BYTES)
     except OSError:
         return []

@@ -1,4 +1,4 @@
-"""The parser of single lines of an SGLang log (0.5.16 or newer) into records. Pure.
+"""Parses single lines of an SGLang log (0.5.16 or newer) into records, without I/O.
 
 SGLang's `Decode batch` and `Prefill batch` lines consist of `name: value` pairs. The pairs and their order
 change with nearly every release, so each pair is found by its name and never by its position.
@@ -21,14 +21,14 @@ class LoggedBatch(NamedTuple):
     """The load of one scheduler, logged at each prefill pass and every 40 decode steps."""
 
     decode: bool
-    """Whether the line is about decode passes. If not, it is about a prefill pass."""
+    """Whether the line is about decode passes; if not, it is about a prefill pass."""
     running: int
     """Number of running requests, `#running-req`."""
     queue: int
     """Number of queued requests, `#queue-req`."""
     usage: float
-    """Fraction of the KV pool in use, `token usage`. With sliding windows the line has two pools, and the
-    fuller pool counts."""
+    """Fraction of the KV pool in use, `token usage`. With sliding windows, there are two pools, and the
+    fuller one counts."""
     tokens: int | None = None
     """Number of tokens in the KV pool, `#token`."""
     graph: bool | None = None
@@ -48,11 +48,10 @@ class LoggedBatch(NamedTuple):
 
 
 class Retraction(NamedTuple):
-    """A retraction: the KV pool was full, so running requests went back to the queue."""
+    """The KV pool was full, so running requests went back to the queue."""
 
     tokens: int
-    """Number of tokens that were freed and must be computed again; 0 if the release does not log the
-    number."""
+    """Number of tokens that were freed and must be computed again; 0 if the release does not log it."""
 
 
 class ServerReady(NamedTuple):
@@ -71,9 +70,9 @@ class ServerReady(NamedTuple):
 
 
 class RunningCapped(NamedTuple):
-    """The state pool of a hybrid model, or the KV pool, allows fewer running requests than the flags ask for.
+    """Memory allows fewer running requests than the flags ask for.
 
-    The fields are None if the KV pool is the cause.
+    The fields are known if the state pool of a hybrid model is the cause, and None if the KV pool is.
     """
 
     slots: int | None = None
@@ -83,7 +82,7 @@ class RunningCapped(NamedTuple):
 
 
 class PoolAllocated(NamedTuple):
-    """Memory was allocated for the KV pool or for the state pool of a hybrid model."""
+    """Memory was allocated for the KV pool, or for the state pool of a hybrid model."""
 
     gb: float
     """Memory in GB that the KV pool or state pool takes."""
@@ -92,7 +91,7 @@ class PoolAllocated(NamedTuple):
 
 
 class WeightsLoaded(NamedTuple):
-    """Loading of the weights begins (`free_gb` is known) or ends (`used_gb` and `model` are known)."""
+    """The loading of the weights begins (`free_gb` is known) or ends (`used_gb` and `model` are known)."""
 
     free_gb: float | None
     """Free memory of the device in GB before the weights are loaded."""
@@ -112,31 +111,27 @@ class OutOfMemory(NamedTuple):
     text: str
     """The log line."""
     running: int = 0
-    """Number of requests that were running just before, `#running-req`. LogReader fills it in from earlier
-    lines.
-    """
+    """Number of requests that ran just before, from earlier lines. LogReader sets it."""
 
 
 class Died(NamedTuple):
     """A process of the server ended unexpectedly."""
 
     killed: bool
-    """Whether SIGKILL ended the process. The kernel sends SIGKILL when memory runs out; `kill -9` sends it,
-    too.
-    """
+    """Whether SIGKILL ended the process. It comes from the kernel when memory runs out, or from `kill -9`."""
     text: str
     """The log line."""
 
 
 class Raised(NamedTuple):
-    """An exception in the last line of a traceback. Only other lines show whether a process died of it."""
+    """Last line of a traceback: an exception. Only other lines show whether a process died of it."""
 
     text: str
     """The name of the exception and its message."""
 
 
 class PhaseBegins(NamedTuple):
-    """The server is in `phase`, according to a progress line or a traceback."""
+    """A progress line or a traceback shows that the server is in `phase`."""
 
     phase: Phase
 
@@ -151,17 +146,17 @@ class Arguments(NamedTuple):
 SGLangRecord: TypeAlias = (
     LoggedBatch | Retraction | RunningCapped | PoolAllocated | ServerReady | WeightsLoaded | Arguments
 )
-"""A record of a line that no program except SGLang writes."""
+"""Records of lines that only SGLang writes."""
 Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
-"""A record of any line. Programs other than SGLang write similar errors and progress lines."""
+"""Records of all lines. Those that are not in SGLangRecord may also come from other programs."""
 
 
 class Origin(NamedTuple):
     """The time of a line, and the server and the process that wrote the line."""
 
     at: float | None
-    """Time of the line in seconds; None if the line has no valid time. Only differences of times have a
-    meaning, because the time zone is unknown."""
+    """Time of the line in seconds; None if it has no valid time. Only differences have a meaning, because the
+    time zone is unknown."""
     server: str
     """Label that `srun --label`, Docker, Kubernetes or journalctl put before the line; empty if there is
     none."""
@@ -181,7 +176,7 @@ _ORIGIN = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _COUNT, _NUMBER = r"(\d{1,15})(?!\d)", r"(\d{1,15}(?:\.\d{1,15})?)"
-"""Patterns for numbers of at most 15 digits. A longer number comes from a damaged line, which is ignored."""
+"""Patterns for numbers of at most 15 digits. Longer numbers come from damaged lines, which are ignored."""
 _RUNNING, _QUEUE, _TOKENS = (
     re.compile(rf"#{name}: *{_COUNT}") for name in ("running-req", "queue-req", "token")
 )
@@ -238,14 +233,14 @@ _OUT_OF_MEMORY: dict[Phase, re.Pattern[str]] = {
     ),
 }
 _WITHOUT_ERROR = ("Try to lower", "Cuda failure", "what(): ")
-"""Signs of running out of memory that count even if the line does not begin with an error's name."""
+"""Texts in lines about a lack of memory that do not begin with an error's name."""
 _ACCESS = ' HTTP/1.1" '
 """Text in each line in which uvicorn logs a request."""
 _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
-"""Texts in the lines of `--log-requests`. These lines quote prompts and answers, which may look like
-messages."""
+"""Texts in the lines of `--log-requests`. Such lines quote prompts and answers, which could be mistaken for
+messages of SGLang."""
 _PHASES: dict[Phase, re.Pattern[str]] = {
-    # Of the two function names, the second is that of SGLang 0.5.23.
+    # The second of the two function names is that of SGLang 0.5.23.
     "prefill": re.compile("in forward_extend|in _execute_extend"),
     "decode": re.compile("in forward_decode|in _execute_decode"),
     "graph": re.compile("apture cuda graph begin|CUDA graph begin"),
@@ -263,14 +258,14 @@ _STEPS = {
     "compiling": re.compile("Compiling |DeepGEMM JIT Pre-Compile|DeepGEMM warmup"),
     "warming up": re.compile("Capture .* end|Engine startup timings|Application startup complete"),
 }
-"""Steps of a starting server, with the lines that announce them (0.5.23)."""
+"""Steps of a starting server, by the lines that announce them (SGLang 0.5.23)."""
 _OF_ALL = re.compile(r"\| *(\d+)/(\d+) \[")
 """Matches the count in a progress bar, such as `| 3/8 [`."""
 _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "Mamba Cache", "KV Cache",
     "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
-"""Words of which at least one is in every line that `_rare` reads. So most lines are skipped quickly."""
+"""A line is passed to `_rare` only if it has one of these words, so most lines are skipped quickly."""
 
 
 def record_in(line: str) -> Record | None:
@@ -281,10 +276,10 @@ def record_in(line: str) -> Record | None:
 
 
 def _record(line: str) -> Record | None:
-    """Parse a log line into a record; the line may only quote a request, which `record_in` checks."""
-    # Each regular expression is tried only if a fixed word is in the line, because that test is fast.
+    """Parse a log line into a record. `record_in` rejects lines that only quote a request."""
+    # A regular expression is tried only if a fixed word is in the line, because that test is fast.
     if _ACCESS in line:
-        # These lines of uvicorn are nine of ten lines in a large log.
+        # uvicorn logs a line for each request: nine of ten lines in a large log.
         return None
     if " batch" in line and (record := _batch(line)):
         return record
@@ -307,7 +302,7 @@ def step_in(line: str) -> str:
 
 
 def origin_of(line: str) -> Origin:
-    """Return the origin of a line, as far as the beginning of the line names it."""
+    """Return the time, server and process that the beginning of a line names."""
     match = _ORIGIN.match(line)
     if match is None:
         return Origin(at=None, server="", dp="", rank="")
@@ -317,7 +312,7 @@ def origin_of(line: str) -> Origin:
 
 
 def clean(line: str) -> str:
-    """Return a line without colours, and without a progress bar (up to a carriage return) before it."""
+    """Return a line without colours, and without a progress bar (text up to a carriage return)."""
     if "\x1b" in line:
         line = _COLOUR.sub("", line)
     return line.rstrip().rpartition("\r")[2]
@@ -326,9 +321,9 @@ def clean(line: str) -> str:
 def _batch(line: str) -> LoggedBatch | None:
     """Return the record of a `Decode batch` or `Prefill batch` line; None for any other line.
 
-    A line that is damaged before the end of `#queue-req` has no record either.
+    Return None also for a line that is damaged before the end of `#queue-req`.
     """
-    # Names are searched from the beginning of the message, because a prefix of the line could contain them.
+    # The search begins at the message, because labels before it could contain the same names.
     start = line.find("Decode batch")
     is_decode = start >= 0
     if not is_decode:
@@ -363,16 +358,16 @@ def _count(pattern: re.Pattern[str], line: str) -> int:
 
 
 def _ready(line: str) -> ServerReady:
-    """Return the limits in the line that a scheduler logs before it takes requests."""
+    """Parse the line with a scheduler's limits, which is logged before the scheduler takes requests."""
     limits: dict[str, Any] = {name: int(value) for name, value in _READY.findall(line)}
     free_gb = {device: float(gb) for device, gb in _FREE_GB.findall(line)}
     return ServerReady(**limits, gpu_gb=free_gb.get("gpu"), cpu_gb=free_gb.get("cpu"))
 
 
 def _rare(line: str) -> Record | None:
-    """Return the record of a line that is logged at the start of a server or at its end."""
+    """Return the record of a line from the start or the end of a server; None for any other line."""
     if failure := _failure(line):
-        # This test comes first, because an error line may also match a pattern below.
+        # Failures come first, because their lines may also match a pattern below.
         return failure
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
@@ -411,7 +406,7 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
     if phase is None:
         return None
     if "graph failed: " in line:
-        # The phase is the capture of graphs, whatever the rest of the line says.
+        # Whatever else the line says, memory ran out during the capture of CUDA graphs.
         phase = "graph"
     return OutOfMemory(phase, line.strip())
 
@@ -424,7 +419,7 @@ def _quantised(line: str) -> str | None:
     match = _QUANTISED.search(line)
     if match:
         return match[1]
-    # Newer releases log `type=` with the model's class, and `quant=` only for a quantised checkpoint.
+    # Newer releases log the model's class as `type=`, and `quant=` only for a quantised checkpoint.
     is_unquantised = "type=" in line and "dtype=" not in line
     return "" if is_unquantised else None
 
@@ -432,7 +427,7 @@ def _quantised(line: str) -> str | None:
 def _arguments(text: str) -> Arguments:
     """Read a server's arguments: a dict in SGLang 0.5.20 or newer, else `ServerArgs(name=value, …)`.
 
-    If the line is truncated, the arguments before the end of the line are still read.
+    If the line is truncated, all arguments before its end are still read.
     """
     if isinstance(values := _literal(text), dict):
         return Arguments({str(name): value for name, value in values.items()})
@@ -456,7 +451,7 @@ def _value(expression: ast.expr) -> Any:
     return ast.literal_eval(expression)
 
 
-# A cache helps, because successive lines often have the same time.
+# A cache helps, because consecutive lines often have the same time.
 @lru_cache(maxsize=64)
 def _seconds(time: str) -> float | None:
     """Return a time stamp in seconds, as if its time zone were UTC; None for a damaged time stamp."""

@@ -1,4 +1,4 @@
-"""The reader of whole logs. It collects the load over time and facts about the server, in bounded memory."""
+"""Reads whole logs of SGLang into load samples and facts about the server, in bounded memory."""
 
 import re
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ _CARDS: dict[Architecture, str] = {
     "ada": "L40S L40 L20 L4 4090 RTX_6000_ADA",
     "ampere": "A100 A800 A10G A10 A30 A40 A6000 3090",
 }
-"""Words in the names of GPUs, by their generation."""
+"""Words in the names of GPUs, by generation."""
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Generations of NVIDIA GPUs that compute in 8-bit floats: compute capability 8.9 and higher."""
 _KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
@@ -50,23 +50,20 @@ _MOE = re.compile(
     "Moe|MoE|Mixtral|Deepseek|GptOss|Kimi|MiniMax|Grok|Dbrx|Llama4|Qwen3Next|LongcatFlash|MiMoV2|Step3VL|Step3p5"
     "|MistralLarge3|Glm5Next|HYV3|HYV4"
 )
-"""Matches the class names of mixture-of-experts models in SGLang 0.5.23. The pattern is used if a model's
-config.json is not on this machine."""
+"""Matches class names of mixture-of-experts models in SGLang 0.5.23, for models without a local
+config.json."""
 _MLA = re.compile(
     "DeepseekV2|DeepseekV3|Kimi|LongcatFlash|MistralLarge3|GlmMoeDsa|Glm5Next|Glm4MoeLite|SarvamMLA|MiniCPM3"
 )
-"""Matches the class names of models with multi-head latent attention (MLA). The pattern is used if a model's
-config.json is not on this machine.
-"""
+"""Matches class names of models with multi-head latent attention (MLA), for models without a local
+config.json."""
 _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
-"""Matches the class names of models with sparse attention (DSA). The pattern is used if a model's config.json
-is not on this machine.
-"""
+"""Matches class names of models with sparse attention (DSA), for models without a local config.json."""
 
 
 @dataclass(slots=True)
 class Facts:
-    """Facts about a server, filled in while a log or server is read. Unknown facts are None or empty."""
+    """What is known about a server from its log or its replies. Unknown facts are None or empty."""
 
     version: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -75,11 +72,10 @@ class Facts:
     troubles: dict[Phase, OutOfMemory] = field(default_factory=dict)
     """Last out-of-memory record of each phase."""
     last_trouble: OutOfMemory | None = None
-    """Last out-of-memory record since the last batch line. A batch line shows that the server survived
-    earlier out-of-memory errors.
-    """
+    """Last out-of-memory record since the last batch line. Earlier ones do not count, because the batch line
+    shows that the server survived them."""
     died: Died | None = None
-    """Log line that best explains the server's death: the line of a SIGKILL, an exception or a crash."""
+    """Log line that best explains why the server died: a SIGKILL, an exception or a crash."""
     card: str | None = None
     """Name of the GPU."""
     card_gb: float | None = None
@@ -95,9 +91,9 @@ class Facts:
     metrics: bool | None = None
     """Whether a live server answers at `/metrics`; None for a log."""
     mute: bool = False
-    """Whether a live server does not report its load."""
+    """Whether the server answers but does not report its load."""
     idle_gpus: int = 0
-    """Number of GPUs that a run's server could see but did not use."""
+    """Number of GPUs that the server could see but did not use."""
     states: StatePool | None = None
     """State pool of a hybrid model; None for any other model."""
 
@@ -109,18 +105,17 @@ class Facts:
     def sizes_states(self) -> bool:
         """Whether arguments set the number of slots for recurrent states (Mamba and such).
 
-        Otherwise the pool of states gets a fraction of memory.
-
-        Without a prefix cache, each of the `max_running_requests` has a slot.
+        If not, the state pool gets a fraction of the memory. Without a prefix cache, `max_running_requests`
+        sets the number, because each running request has one slot.
         """
         without_cache = self.arguments.get("disable_radix_cache") and self.number("max_running_requests")
         return bool(self.number("max_mamba_cache_size") or without_cache)
 
     @property
     def state_share(self) -> float | None:
-        """Fraction of the memory of both pools (state pool and KV pool) that the state pool takes.
+        """Fraction of the memory of state pool and KV pool together that the state pool takes.
 
-        If the log has no sizes, the fraction follows from `mamba_full_memory_ratio`. None if unknown.
+        Without sizes in the log, it is computed from `mamba_full_memory_ratio`. None if unknown.
         """
         pool = self.states
         if pool is None:
@@ -190,7 +185,7 @@ class Facts:
     def is_moe(self) -> bool:
         """Whether the model is a mixture of experts.
 
-        config.json decides if it was read, else the name of the model's class.
+        Read from config.json if that is known, else from the name of the model's class.
         """
         return has_experts(self.config) if self.config else self._class_has(_MOE)
 
@@ -198,7 +193,7 @@ class Facts:
     def is_mla(self) -> bool:
         """Whether the model has multi-head latent attention (MLA).
 
-        config.json decides if it was read, else the name of the model's class.
+        Read from config.json if that is known, else from the name of the model's class.
         """
         return has_latent_attention(self.config) if self.config else self._class_has(_MLA)
 
@@ -206,12 +201,11 @@ class Facts:
     def is_sparse(self) -> bool:
         """Whether the model has sparse attention (DSA), in which an indexer selects the tokens.
 
-        config.json decides if it was read, else the name of the model's class.
+        Read from config.json if that is known, else from the name of the model's class.
         """
         return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
 
     def _class_has(self, pattern: re.Pattern[str]) -> bool:
-        """Tell whether the name of the model's class matches a pattern."""
         return pattern.search(self.model or "") is not None
 
     @property
@@ -232,7 +226,7 @@ class Facts:
 
 def architecture_of(card: str) -> Architecture | None:
     """Return the generation of a GPU from the words of its name; None for an unknown GPU."""
-    # With an underscore around each word, only whole words match: H20 does not match H200.
+    # An underscore around each word makes sure that only whole words match: H20 is not found in H200.
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
     for generation, names in _CARDS.items():
         if any(f"_{name}_" in words for name in names.split()):
@@ -253,7 +247,7 @@ def prefill_graph_off(arguments: Mapping[str, Any]) -> bool:
 
 
 LONGEST_LINE = 1 << 18
-"""Maximum number of characters that are read as one line. SGLang writes shorter lines."""
+"""Maximum number of characters read as one line. Lines of SGLang are shorter."""
 _TUNED = (
     "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
     "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
@@ -261,46 +255,47 @@ _TUNED = (
     "page_size", "disable_radix_cache", "schedule_policy", "max_mamba_cache_size",
     "mamba_full_memory_ratio", "mamba_radix_cache_strategy", "mamba_ssm_dtype",
 )  # fmt: skip
-"""Arguments that change the load. After a restart with other values, earlier readings are dropped."""
+"""Arguments that change the load. If a restart changes one of them, earlier load samples are dropped."""
 _FORWARD = {"prefill", "decode"}
-"""Phases of forward passes. In a traceback, their functions may also have been called for the capture of
-graphs."""
+"""Phases of forward passes. CUDA graph capture calls the same functions, so they may also be in its
+tracebacks."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 class LogReader:
-    """Reader of logs, line by line, into one series of loads and one set of facts."""
+    """Reads logs line by line, into one series of load samples and one set of facts."""
 
     def __init__(self) -> None:
         self.series = Series()
         self.facts = Facts()
         self.records = 0
-        """Number of lines that only SGLang writes."""
+        """Number of lines so far that only SGLang writes."""
         self.source = ""
-        """Prefix of the schedulers' names. It differs between logs, so that their schedulers stay apart."""
+        """Prefix of the schedulers' names, which differs from log to log, so that their schedulers stay
+        apart."""
         self._speakers: dict[str, str] = {}
-        """For each scheduler, the rank whose lines count. With tensor parallelism, all ranks may log the same
-        load.
-        """
+        """The rank of each scheduler whose lines count. With tensor parallelism, all ranks may log the same
+        load."""
         self._phase: Phase = "general"
-        """Phase in which the server was at the last line."""
+        """Phase of the server at the last line."""
         self._running = 0
         """Number of running requests in the last batch line."""
         self._memory_caps_running = False
-        """Whether this start has logged that memory allows fewer running requests than were asked for."""
+        """Whether memory allows fewer running requests than the flags ask for, as logged since the last
+        start."""
         self._old_death: Died | None = None
-        """The death before the last restart. It stays in the facts until the server logs a batch again."""
+        """The death before the last restart. `facts` keeps it until the restarted server logs a batch."""
 
     def read(self, path: Path) -> Self:
         """Read a log to its end. Raises InputError for a file that cannot be read or is not an SGLang log."""
-        # Arguments and failures of this log are read into empty facts. Afterwards `_add` takes over those of
-        # earlier logs that this log lacks.
+        # Arguments and failures of this log are read into empty facts. Afterwards `_add` copies those that
+        # only earlier logs have.
         earlier = self.facts
-        # This log has no restart yet, so there is no death before one.
+        # This log has no restart yet, so it has no death before a restart.
         self._old_death = None
         self.facts = replace(earlier, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
-            # Replace invalid bytes, because all lines that matter are ASCII.
+            # Invalid bytes are replaced, because all lines that matter are ASCII.
             with path.open(encoding="utf-8", errors="replace") as log:
                 while line := log.readline(LONGEST_LINE):
                     self.take(line)
@@ -317,7 +312,7 @@ class LogReader:
         return self
 
     def _add(self, earlier: Facts) -> None:
-        """Take over the arguments and failures that this log lacks from the logs that were read `earlier`."""
+        """Copy the arguments and failures of `earlier` logs that this log lacks."""
         facts = self.facts
         facts.arguments = facts.arguments or earlier.arguments
         facts.troubles = earlier.troubles | facts.troubles
@@ -329,12 +324,12 @@ class LogReader:
         line = clean(line)
         record = record_in(line)
         if record is not None:
-            # Only SGLang writes such lines, so their number shows whether this is a log of SGLang.
+            # The number of lines that only SGLang writes shows whether this is a log of SGLang.
             self.records += isinstance(record, SGLangRecord)
             self._take(record, line)
 
     def _take(self, record: Record, line: str) -> None:
-        """Add the parsed record of a log line to the load samples (`series`) or to the server's `facts`."""
+        """Add the record of a log line to the load samples (`series`) or to the server's `facts`."""
         match record:
             case LoggedBatch():
                 self._batch(record, line)
@@ -348,12 +343,12 @@ class LogReader:
             case RunningCapped() | PoolAllocated():
                 self._pool(record)
             case ServerReady():
-                # Only an earlier line of this start tells whether memory limits the running requests.
+                # An earlier line of this start has told whether memory limits the running requests.
                 self.facts.ready = record._replace(memory_caps_running=self._memory_caps_running)
                 self._phase = "general"
             case WeightsLoaded():
                 self._weights(record)
-            # While graphs are captured, a traceback names functions of forward passes too.
+            # While CUDA graphs are captured, a traceback names functions of forward passes too.
             case PhaseBegins(phase) if self._phase != "graph" or phase not in _FORWARD:
                 self._phase = phase
             case OutOfMemory() | Died() | Raised():
@@ -361,7 +356,7 @@ class LogReader:
 
     def _pool(self, record: RunningCapped | PoolAllocated) -> None:
         """Record a line about the state pool or the KV pool in `facts.states`, if the model is hybrid."""
-        # The number of slots is 0 until a line has it.
+        # 0 slots means that no line has named the number yet.
         pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
         if isinstance(record, RunningCapped):
             self._memory_caps_running = True
@@ -371,30 +366,30 @@ class LogReader:
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)
-        # The model is hybrid, because it has state slots. Only the first KV pool in the log counts, because
-        # that of a draft model may follow.
+        # The model is hybrid, because it has state slots. Only the first KV pool counts, because that of a
+        # draft model may follow.
         elif pool.slots and pool.kv_gb is None:
             self.facts.states = pool._replace(kv_gb=record.gb)
 
     def _batch(self, batch: LoggedBatch, line: str) -> None:
         """Add the load in a `Decode batch` or `Prefill batch` line to the series.
 
-        Lines of ranks that do not count (see `_speaker`) are skipped.
+        A scheduler may consist of several ranks, of which only one counts (see `_speaker`).
         """
         scheduler, at = self._speaker(line)
         if scheduler is None:
             return
         self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
-        # A batch that is logged after the death of an earlier start shows that the restarted server works.
-        # After a death in the current start it shows nothing, because other ranks go on for seconds.
+        # If the last death was before a restart, this batch shows that the restarted server works. Otherwise
+        # it shows nothing, because other ranks go on for seconds after the death of one.
         if self.facts.died is self._old_death:
             self.facts.died = self._old_death = self.facts.last_trouble = None
         if not batch.decode:
             self.series.prefills.add(batch, self.facts.chunk or 0)
             return
         states = self.facts.states
-        # The line may lack the usage of the state pool, which is 0 then. So the fraction that the running
-        # requests take is the least usage.
+        # The line may lack the usage of the state pool. The fraction that the running requests take is its
+        # minimum.
         usage_by_requests = batch.running / states.most_running if states else 0.0
         sample = LoadSample(
             at=at,
@@ -409,22 +404,21 @@ class LogReader:
         self.series.add(scheduler, sample)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
-        """Return the scheduler and the time of a line.
+        """Return the scheduler and the time of a line; the scheduler is None if the line does not count.
 
-        All ranks of a scheduler log the same load, so only the first rank counts. For any other rank the
-        scheduler is None.
+        All ranks of a scheduler log the same load, so only the lines of one rank count.
         """
         origin = origin_of(line)
         scheduler = f"{self.source} {origin.server} {origin.dp}"
-        # The first rank that logs a line of a scheduler stays the one whose lines count.
+        # The rank that logs the first line of a scheduler is the one whose lines count.
         is_first_rank = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
         return scheduler if is_first_rank else None, origin.at
 
     def _started(self, record: Arguments) -> None:
         """Prepare the facts for a new start of the server, whose log lines follow.
 
-        If a tuned argument has changed, the samples and all facts except the GPU are dropped. If they were
-        kept, the load of a server with other arguments would count for this server.
+        If an argument that changes the load is different, the samples and all facts except the GPU are
+        dropped, because they belong to another configuration.
         """
         previous = self.facts.arguments
         if previous and any(previous.get(name) != record.values.get(name) for name in _TUNED):
@@ -433,7 +427,7 @@ class LogReader:
         self._old_death = self.facts.died
         self._memory_caps_running = False
         self.facts.states = None
-        # A restart may have changed the names of the ranks.
+        # A restart may change the names of the ranks.
         self._speakers.clear()
         self.facts.arguments = record.values
         self._phase = "load"
@@ -441,8 +435,7 @@ class LogReader:
     def _forget(self) -> None:
         """Drop the samples of this log.
 
-        The sums over prefill passes are not kept by log, so they are dropped only when no log has samples
-        left.
+        The sums over prefill passes cover all logs, so they are dropped only when no log has samples left.
         """
         series = self.series
         tracks = series.tracks.items()
@@ -451,14 +444,14 @@ class LogReader:
             series.prefills, series.retractions = Prefills(), 0
 
     def _weights(self, record: WeightsLoaded) -> None:
-        """Record the size of loaded weights and the memory of the GPU in the facts."""
+        """Store the size of the loaded weights and the memory of the GPU in the facts."""
         facts = self.facts
-        # The first log line about loading weights has the free memory, and the last one the used memory.
+        # The line at the beginning of the loading has the free memory, the line at its end the used memory.
         self._phase = "load" if record.free_gb is not None else "general"
         if record.free_gb is not None and facts.card_gb is None:
             # Before the first weights are loaded, nearly all memory of the GPU is free.
             facts.card_gb = record.free_gb
-        # If there is a draft model, its weights are logged too. The larger weights belong to the main model.
+        # The weights of a draft model are logged too. The larger weights are those of the main model.
         if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):
             facts.weights_gb, facts.model = record.used_gb, record.model
             facts.quantised = record.quantised
@@ -466,13 +459,13 @@ class LogReader:
     def _failed(self, record: OutOfMemory | Died | Raised) -> None:
         """Keep each out-of-memory record, and the record that best explains the death of the server.
 
-        The best explanation is a SIGKILL, or else the first death. If the line of that death only announces a
-        traceback, the text of the next record takes its place.
+        The best explanation is a SIGKILL, else the first death. If the line of that death only announces a
+        traceback, the exception in the next record takes its place.
         """
-        # A new failure replaces the death before the last restart, so that death is ignored here.
+        # A death before the last restart is replaced by the first failure after it.
         death = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
-            # If the line does not show the phase, it is that of the lines before.
+            # If the line does not show the phase, the lines before it do.
             phase = self._phase if record.phase == "general" else record.phase
             trouble = record._replace(phase=phase, running=self._running)
             self.facts.last_trouble = trouble

@@ -1,4 +1,4 @@
-"""Load of schedulers over time: a bounded number of their newest samples, and sums over prefill passes."""
+"""Load of schedulers over time: a bounded number of load samples, and sums over prefill passes."""
 
 import statistics
 from collections import deque
@@ -10,9 +10,9 @@ from batchrunner.output.samples import SchedulerSample
 from batchrunner.sglang.logs.lines import LoggedBatch
 
 WHOLE = 0.9
-"""Minimum fraction of the chunk size that the tokens of a prefill pass must fill for it to count as full."""
+"""Minimum fraction of the chunk size (`chunked_prefill_size`) that the tokens of a full prefill pass take."""
 FEW = 2
-"""Maximum number of prompts in a full prefill pass that counts as filled by long prompts."""
+"""A full prefill pass with at most this number of prompts has long prompts."""
 
 
 @dataclass(slots=True)
@@ -26,17 +26,17 @@ class Prefills:
     cached_tokens: int = 0
     """Number of prompt tokens that hit the prefix cache."""
     retracted_tokens: int = 0
-    """Number of tokens that were computed and then lost to a retraction."""
+    """Number of tokens that were computed, and lost when their requests were retracted."""
     filled: int = 0
-    """Number of full passes, whose tokens filled at least WHOLE of the chunk size."""
+    """Number of full passes: their tokens took at least WHOLE of the chunk size."""
     filled_waiting: int = 0
     """Number of full passes during which requests still waited in the queue."""
     few_long: int = 0
-    """Number of full passes with at most FEW prompts."""
+    """Number of full passes with at most FEW prompts, which were therefore long."""
 
     def add(self, batch: LoggedBatch, chunk: int) -> None:
         """Count one prefill pass; `chunk` is `chunked_prefill_size`, or 0 if unknown."""
-        # With an unknown chunk size (0), no pass counts as full.
+        # If the chunk size is unknown (0), no pass counts as full.
         is_full = 0 < WHOLE * chunk <= batch.new_tokens
         self.passes += 1
         self.prompts += batch.new_seqs
@@ -53,15 +53,15 @@ class Prefills:
 
     @property
     def mean_prompt(self) -> float:
-        """Mean number of tokens in a prompt. Each chunk of a long prompt counts as a prompt."""
+        """Mean number of tokens in a prompt; each chunk of a long prompt counts as a prompt."""
         return (self.cached_tokens + self.new_tokens) / max(1, self.prompts)
 
 
 class LoadSample(NamedTuple):
-    """The load of a scheduler that has work, at one time."""
+    """The load of a busy scheduler at one time."""
 
     at: float | None
-    """Time in seconds, of which only differences have a meaning; None if the log has no times."""
+    """Time in seconds; None if the log has no times. Only differences have a meaning."""
     running: int
     """Number of running requests."""
     queue: int
@@ -77,8 +77,8 @@ class LoadSample(NamedTuple):
     unsent: int | None = None
     """Number of rows that the client had not sent yet; None if unknown."""
     state_usage: float = 0.0
-    """Fraction of the pool of recurrent states (Mamba and such) that running requests take; 0 for a model
-    without such states."""
+    """Fraction of the pool of recurrent states (Mamba and such) that running requests take; 0 without such
+    states."""
 
 
 def sample_of_load(
@@ -103,11 +103,10 @@ def sample_of_load(
 
 
 MOST_SAMPLES = 16_384
-"""Maximum number of samples that are kept for a scheduler: the newest ones."""
+"""Maximum number of samples that are kept for a scheduler. Older ones are dropped."""
 PAUSE_S = 30.0
 """Minimum seconds between two samples that count as a pause, in which the scheduler had no work. If the time
-falls by more than this, the lines belong to an older log that was read later; that counts as a pause too.
-"""
+falls by more than this, an older log follows, which counts as a pause too."""
 
 
 @dataclass(slots=True)
@@ -120,10 +119,11 @@ class Track:
     """Number of seconds under load, without pauses."""
 
     def add(self, sample: LoadSample) -> None:
-        """Append a sample. The time since the previous sample counts as busy unless it exceeds PAUSE_S."""
+        """Append a sample. The time since the previous one counts as busy unless it exceeds PAUSE_S."""
         previous_at = self.samples[-1].at if self.samples else None
         gap_s = 0.0 if sample.at is None or previous_at is None else sample.at - previous_at
-        # The time falls by more than PAUSE_S if an older log follows. A smaller fall counts as no time.
+        # If an older log follows, the time falls by more than PAUSE_S. A smaller fall counts as no time at
+        # all.
         if abs(gap_s) > PAUSE_S:
             self.settle()
         else:
@@ -131,14 +131,14 @@ class Track:
         self.samples.append(sample)
 
     def settle(self) -> None:
-        """End a stretch of work: mark its last samples with an empty queue as having no unsent rows.
+        """End a period of work: set `unsent` to 0 in its last samples, those with an empty queue.
 
-        The queue ran empty because the client had no more rows. Without the mark, these samples would suggest
+        Their queue was empty because the client had no more rows. Without this, these samples would suggest
         that the client sends too few requests at a time.
         """
         samples = self.samples
-        # Find the index at which the final samples with an empty queue begin. A sample whose number of unsent
-        # rows is known needs no mark.
+        # `drain_begin` is the index of the first of these last samples. A sample with a known `unsent` needs
+        # no change.
         drain_begin = len(samples)
         while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
             drain_begin -= 1
@@ -162,7 +162,7 @@ class Series:
         self.tracks.setdefault(scheduler, Track()).add(sample)
 
     def settle(self) -> None:
-        """End the series, because the log or server has no more samples; see `Track.settle`."""
+        """End the series: no more samples follow; see `Track.settle`."""
         for track in self.tracks.values():
             track.settle()
 
@@ -173,12 +173,12 @@ class Series:
 
     @property
     def counted(self) -> int:
-        """Number of samples that are kept."""
+        """Number of samples kept, over all schedulers."""
         return sum(len(track.samples) for track in self.tracks.values())
 
     @property
     def busy_s(self) -> float:
-        """Maximum of the seconds under load over all schedulers."""
+        """Seconds under load of the scheduler that was busy longest."""
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
@@ -203,10 +203,10 @@ class Series:
 
     @property
     def longest_queue(self) -> int:
-        """The longest queue of a scheduler."""
+        """Length of the longest queue of any scheduler."""
         return max((sample.queue for sample in self.samples), default=0)
 
     @property
     def max_running(self) -> int:
-        """The largest limit on the running requests of a scheduler; 0 if unknown."""
+        """Largest limit on the running requests of a scheduler; 0 if unknown."""
         return max((sample.max_running or 0 for sample in self.samples), default=0)

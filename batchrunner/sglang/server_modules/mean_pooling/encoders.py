@@ -10,7 +10,6 @@ class BertModel(bert.BertModel):  # type: ignore[misc]
     """BERT with the mean over all tokens."""
 
     def __init__(self, **options: Any) -> None:
-        """Build SGLang's encoder, and replace its pooler by the mean over all tokens."""
         super().__init__(**options)
         self.pooler = Pooler(pooling_type=PoolingType.MEAN, normalize=True)
 
@@ -19,7 +18,6 @@ class XLMRobertaModel(roberta.XLMRobertaModel):  # type: ignore[misc]
     """XLM-RoBERTa with the mean over all tokens."""
 
     def __init__(self, **options: Any) -> None:
-        """Build SGLang's encoder, and replace its pooler by the mean over all tokens."""
         super().__init__(**options)
         self.pooler = Pooler(pooling_type=PoolingType.MEAN, normalize=True)
 
