@@ -79,16 +79,17 @@ class TimeLeft:
         """Start without ended rows; `row_s` is the estimated time of a row in seconds."""
         self._rows = self._seconds = 0.0
         """Number of ended rows and their time in seconds; the older a row is, the less it counts."""
-        self._done = 0
+        self._done = 0.0
         self._began = now
         self._ended = now
         self._expected_s = row_s or 0.0
         # Weight of the estimated time per row, from 0 to 1. The measured time has the rest.
         self._trust = 1.0 if row_s else 0.0
 
-    def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
+    def update(self, now: float, done: float, in_flight: int, remaining: float) -> float | None:
         """Record the rows that ended so far; return the seconds until the remaining rows have ended.
 
+        The done part of an open rollout counts in `done` as a fraction of a row, and not in `remaining`.
         Without an estimate, the result is None until as many rows have ended as are in flight, because quick
         rows end first. While no further row ends, the time counts down. It is None once it would be negative.
         """
@@ -112,7 +113,7 @@ class TimeLeft:
             return None
         return round(left_s, 1) if left_s >= 0 else None
 
-    def _update_pace(self, now: float, done: int, in_flight: int) -> None:
+    def _update_pace(self, now: float, done: float, in_flight: int) -> None:
         """Add the rows that ended since the last call to the average time per row; older rows count less."""
         ended = done - self._done
         half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
@@ -123,7 +124,7 @@ class TimeLeft:
         # The more rows have ended, the less the estimate counts.
         self._trust *= weight
 
-    def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
+    def _contradicts_estimate(self, elapsed_s: float, done: float, in_flight: int, total: float) -> bool:
         """Tell whether rows are much slower or quicker than estimated, by more than chance explains.
 
         The run is late if it took longer than the estimate for all ended rows and all rows in flight. It is
@@ -139,12 +140,12 @@ class TimeLeft:
         return elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - material_s)
 
 
-def _tolerance(done: int, in_flight: int = 0) -> float:
+def _tolerance(done: float, in_flight: int = 0) -> float:
     """Return the factor by which the mean time of the ended rows may differ from the true mean.
 
     Rows in flight widen the tolerance, because time was spent on them although they have not ended.
     """
-    done = max(1, done)
+    done = max(1.0, done)
     return 1 + max(CONTRADICTION, CHANCE / math.sqrt(done), in_flight / done)
 
 
@@ -291,7 +292,9 @@ class AttemptProgress:
         )
         total, done = self.rows.total, len(self.done) + counts.done
         stopping, in_flight = self.backlog.is_stopping, self.routes.in_flight
-        left_s = self._time_left.update(now, counts.own, in_flight, total - done)
+        # Rows of rollouts end in waves, whereas their requests are answered steadily.
+        begun = self.rollouts.done_of_open if self.rollouts is not None else 0.0
+        left_s = self._time_left.update(now, counts.own + begun, in_flight, total - done - begun)
         all_counts = self.done.counts_of_failed, self.done.counts_of_answered, counts
         background = self.load.background
         bands = {}
