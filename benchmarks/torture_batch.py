@@ -67,12 +67,14 @@ def child(folder: str, call: str, moment: str, number: int, *, join: bool) -> No
 
 
 def write_requests(path: Path) -> None:
-    """Write the lines of a batch file, every tenth of which is none that can be sent."""
+    """Write the lines of a batch file; every tenth has no messages, and ends with an error."""
     with path.open("w") as file:
         for number in range(LINES):
-            body = {"messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 24}
-            url = "/v1/chat/completions" if number % 10 else "/v1/other"
-            line = {"custom_id": f"request-{number}", "method": "POST", "url": url, "body": body}
+            messages = [{"role": "user", "content": f"question {number}"}] if number % 10 else []
+            line = {
+                "custom_id": f"request-{number}", "method": "POST", "url": "/v1/chat/completions",
+                "body": {"messages": messages, "max_tokens": 24},
+            }  # fmt: skip
             file.write(json.dumps(line) + "\n")
 
 
