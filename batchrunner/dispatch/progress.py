@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
 """Kinds of incidents that report.json lists. Other incidents are only in the event log."""
+DOWN = frozenset({"died", "hangs", "lost", "adapts"})
+"""Kinds of incidents after which a server answers no rows until the incident `back`."""
 SPAN_S = 30.0
 """Seconds over which a rate is averaged."""
 PACE_ROWS = 32
@@ -82,9 +84,21 @@ class TimeLeft:
         self._done = 0.0
         self._began = now
         self._ended = now
+        self._updated = now
+        """Time of the last call of `update` or `stand_still`."""
         self._expected_s = row_s or 0.0
         # Weight of the estimated time per row, from 0 to 1. The measured time has the rest.
         self._trust = 1.0 if row_s else 0.0
+
+    def stand_still(self, now: float) -> None:
+        """Do not count the time since the last call, because no server was up.
+
+        Otherwise the time left would count down while no row can end, and rows would seem slow afterwards.
+        """
+        pause_s = now - self._updated
+        self._began += pause_s
+        self._ended += pause_s
+        self._updated = now
 
     def update(self, now: float, done: float, in_flight: int, remaining: float) -> float | None:
         """Record the rows that ended so far; return the seconds until the remaining rows have ended.
@@ -93,6 +107,7 @@ class TimeLeft:
         Without an estimate, the result is None until as many rows have ended as are in flight, because quick
         rows end first. While no further row ends, the time counts down. It is None once it would be negative.
         """
+        self._updated = now
         # The input is still being read or sorted, so the clock has not started.
         if not done and not in_flight:
             self._began = self._ended = now
@@ -267,6 +282,8 @@ class AttemptProgress:
         self._rates = Rates(self.began, counts=4)
         self._time_left = TimeLeft(self.began, self.row_s)
         self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by scheduler
+        self._down: set[str] = set()
+        """Names of the servers that answer no rows at present."""
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
@@ -281,6 +298,10 @@ class AttemptProgress:
         for incident in self.engine.incidents():
             values = {"who": incident.who, "why": incident.why, **incident.facts}
             self.events.write(f"engine_{incident.what}", **values)
+            if incident.what in DOWN:
+                self._down.add(incident.who)
+            elif incident.what == "back":
+                self._down.discard(incident.who)
             if incident.what in REPORTED:
                 self.incidents.append({"what": incident.what, **values})
 
@@ -294,6 +315,8 @@ class AttemptProgress:
         stopping, in_flight = self.backlog.is_stopping, self.routes.in_flight
         # Rows of rollouts end in waves, whereas their requests are answered steadily.
         begun = self.rollouts.done_of_open if self.rollouts is not None else 0.0
+        if self._down and len(self._down) >= len([*self.routes]):
+            self._time_left.stand_still(now)
         left_s = self._time_left.update(now, counts.own + begun, in_flight, total - done - begun)
         all_counts = self.done.counts_of_failed, self.done.counts_of_answered, counts
         background = self.load.background

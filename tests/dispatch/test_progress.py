@@ -100,6 +100,20 @@ def test_the_time_left_of_a_long_run_with_an_uneven_pace(seed: int) -> None:
     assert all(later < 2 * earlier for earlier, later in itertools.pairwise(shown))
 
 
+def test_the_time_left_stands_still_while_no_server_is_up() -> None:
+    """A restart of the engine takes 300 s: the time left waits, and is right as soon as rows end again."""
+    time_left = TimeLeft(0.0)
+    for now in range(1, 401):
+        before = time_left.update(float(now), now, 20, 1000 - now)
+    assert before == 600.0
+    for now in range(401, 701):
+        time_left.stand_still(float(now))
+        assert time_left.update(float(now), 400, 20, 600) == before
+    for now in range(701, 1201):
+        left_s = time_left.update(float(now), now - 300, 20, 1300 - now)
+        assert left_s == pytest.approx(1300 - now, abs=1)
+
+
 def lines_of_rollouts(*, counts_open_rows: bool) -> list[tuple[float, float]]:
     """Run rollouts of three requests, 16 answers a second; return the time left and the true one.
 
