@@ -122,7 +122,7 @@ class SchedulerLoad:
     max_running: int | None = None
     """Maximum number of running requests."""
     route: str = "engine"
-    """URL to which requests for this scheduler are sent, or "engine"."""
+    """URL to which requests for this scheduler are sent; "engine" if the engine runs in this process."""
     taken_at: float | None = None
     """Time of the reading by the scheduler's clock. An unchanged time means that the reading is not new."""
     work: float | None = None

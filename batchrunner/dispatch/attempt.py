@@ -287,8 +287,8 @@ class FailureHistory(msgspec.Struct):
     """The failed attempts of a row."""
 
     failures: int = 0
-    """Number of failed attempts that may be the row's fault. An attempt after which another server was asked
-    does not count."""
+    """Number of failed attempts that may be the row's fault. An attempt does not count if the row was sent to
+    another server after it."""
     deaths: int = 0
     """Number of times that the engine died while it had the row."""
     refused_by: tuple[Route, ...] = ()
@@ -376,6 +376,7 @@ def control_for(record: RouteRecord, refused: Request) -> Request:
     request = record.last or refused
     prompt: Any = request.prompt
     if request.kind == "body":
+        # A request of a batch file keeps only its endpoint. Its body becomes a short one.
         name, content = _PROMPTS.get(prompt.path, ("prompt", "1"))
         prompt = prompt._replace(content=orjson.dumps({name: content, "max_tokens": 8}))
     elif record.last is None:  # the refused request may be expensive, so it is shortened

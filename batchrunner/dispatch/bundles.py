@@ -172,6 +172,7 @@ class BundleSize:
         """Time at which the measuring period began; None before the first row."""
         self._burst_began = 0.0
         self._burst = 0
+        """Number of rows that have ended in the present burst."""
         self._ended = 0
         """Number of rows in the finished bursts of this measuring period."""
         self._squares = 0
@@ -184,7 +185,8 @@ class BundleSize:
 
     def record_end(self, now: float) -> None:
         """Count a row that ended at time `now`, in seconds of the monotonic clock."""
-        if self._passes is not None:  # without decoding, only the passes set the bundle size
+        if self._passes is not None:
+            # Without decoding, a bundle fills a forward pass, however quickly rows end.
             return
         if self._since is None:
             self._since = self._burst_began = now
@@ -212,8 +214,8 @@ class BundleSize:
         """
         if span_s >= PERIOD_S:
             is_fast = self._ended >= LEAST_ROWS_S * span_s
-            # The sum of squares divided by the number of rows is the size of the burst in which an average
-            # row ended.
+            # The mean size of the bursts, weighted by their rows: sum of squared sizes / number of rows. This
+            # is the size of the burst in which an average row ended.
             self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
             self._since, self._ended, self._squares = now, 0, 0
 
@@ -385,11 +387,14 @@ class BundleSender:
             if self._works or bundle.answers or isinstance(failure, NoAnswerError):
                 bundle.fail(failure)
         except (RequestError, BatchrunError) as failure:
+            # The rows fail, each with this error. Without an answer, the failure also counts as a sign that
+            # the engine does not support bundles.
             why = str(failure)
             if not bundle.answers:
                 self._refused += 1
             bundle.fail(failure)
         except Exception as failure:
+            # An unexpected error is no fault of the rows, so they are sent again.
             log.debug("a bundle failed", exc_info=failure)
         self._resend_unanswered(bundle, why)
 
@@ -399,6 +404,7 @@ class BundleSender:
         unanswered = bundle.unanswered
         if unanswered and not bundle.answers:
             self._refused += 1
+        # An engine that has answered no bundle, and has refused many, does not support bundles.
         if not self._works and self._refused >= MOST_REFUSALS and self.one_by_one is None:
             self.one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self.totals.rows_resent += len(unanswered)
@@ -437,6 +443,7 @@ class BundleSenders:
         most_tokens = job.sampling.max_new_tokens
         self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
         self._one_by_one: str | None = None
+        """Why no rows share a request; None if they may."""
         # Without decoding, a bundle gets a single reply, so the engine's reasons against bundles do not
         # apply.
         if passes is None:

@@ -155,13 +155,15 @@ class AnswerChecker:
             if answer.thinking_cut:
                 sampling[THINKING] *= 2
             return row.request._replace(sampling=sampling)
+        # Answers that were requested again with more tokens do not count against `accept.tries`.
         tries = len(history.rejected) - history.lengthened
         if tries >= self._tries:
             return None
-        unencoded = history.unencoded
-        if not self._check.feedback or unencoded is None or unencoded.kind != "messages":
+        # The complaint is added to the chat as it was before its tokenization.
+        original_chat = history.unencoded
+        if not self._check.feedback or original_chat is None or original_chat.kind != "messages":
             return _next_try(history.first, tries)
-        chat = _with_complaint(_next_try(unencoded, tries), answer, complaint)
+        chat = _with_complaint(_next_try(original_chat, tries), answer, complaint)
         (request,) = await self._tokenizer.tokenize([chat])
         # If the chat is too long with the complaint, there is no next request.
         return request if isinstance(request, Request) else None
@@ -205,7 +207,10 @@ class AnswerConditions:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
         self._fails_truncated = plan.on_length != "keep"
+        """Whether an answer may fail because it was truncated at `max_new_tokens`."""
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
+        """Whether an answer fails if its thinking was truncated. The job itself must say so: the default of
+        `on_length` in the plan concerns only the answer."""
         self._fails_repetition = plan.on_repetition == "fail"
         """Whether an answer fails if it repeats itself without end."""
         self._only_with_schema = job.on_length is None
@@ -274,7 +279,7 @@ class AnswerConditions:
         cause, rather than `json_error`.
         """
         reason = completion.finish_reasons[number]
-        # A row without a schema has only the checks that apply to all rows.
+        # If each row may bring its own schema, a row without one has only the checks that apply to all rows.
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
         is_bad_json = json_error is not None and self._wants_json and (has_schema or self._always_json)
         must_be_whole = self._fails_truncated and (has_schema or not self._only_with_schema)

@@ -275,7 +275,7 @@ class Dispatcher:
             others_in_flight=bool(self._in_flight),
             max_attempts=self.limits.max_attempts,
         )
-        # A run that is stopping sends nothing more.
+        # A run that is stopping sends nothing more, so no control request either.
         if cause is RefusalCause.NEEDS_CONTROL and not self.backlog.is_over:
             await self._send_control(row, route)
         return cause

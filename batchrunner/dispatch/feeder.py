@@ -94,18 +94,18 @@ class Feeder:
         """
         by_round = attrgetter("round")
         for _, round_tasks in groupby(sorted(tasks, key=by_round), key=by_round):
-            batch = list(round_tasks)
-            requests = [task.row.request._replace(sampling=ONE_TOKEN, asks=None) for task in batch]
+            tasks_of_round = list(round_tasks)
+            requests = [task.row.request._replace(sampling=ONE_TOKEN, asks=None) for task in tasks_of_round]
             tokenized = await self.tokenizer.tokenize(requests)
             answers: list[Coroutine[Any, Any, Completion]] = []
-            for task, request in zip(batch, tokenized, strict=True):
+            for task, request in zip(tasks_of_round, tokenized, strict=True):
                 if not isinstance(request, Outcome):
                     answers += [self.engine.generate(request, url) for url in self._caches_for(task)]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_PRIMING_S):
                     await asyncio.gather(*answers, return_exceptions=True)
             # From now on the prefixes count as cached, even if their requests took too long.
-            for task in batch:
+            for task in tasks_of_round:
                 task.row.prefix_ready_at = time.monotonic()
 
     def _caches_for(self, task: PrimeTask) -> Iterator[str]:

@@ -4,6 +4,7 @@ Each change of a concurrency limit (window) is written to the event log, with it
 """
 
 import asyncio
+import bisect
 import logging
 import time
 from collections import Counter
@@ -36,6 +37,9 @@ class SendingRun:
     routes: Routes
     backlog: Backlog
     events: EventLog
+    rank: str = ""
+    """Runs of an account get its slots in the order of their ranks; with equal ranks, in the order in which
+    they begin."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -48,7 +52,7 @@ class LoadControl:
     _engine: Engine
     concurrency: ConcurrencyLimits
     _runs: list[SendingRun] = field(default_factory=list)
-    """Runs that send rows now; the oldest run comes first."""
+    """Runs that send rows now, in the order of their ranks."""
     _poll: asyncio.Task[tuple[Sequence[SchedulerLoad], float]] | None = None
     """The current or last poll of the load. All runs wait for this one task. None before the first poll."""
 
@@ -71,7 +75,7 @@ class LoadControl:
         # send rows.
         if in_flight and _account_of(run) not in in_flight:
             _account_of(run).begin_beside(in_flight)
-        self._runs.append(run)
+        bisect.insort(self._runs, run, key=lambda run: run.rank)
         self._apply(())
 
     def leave(self, run: SendingRun) -> None:
@@ -126,8 +130,9 @@ class LoadControl:
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for limit in self.concurrency.routes:
             window = self.concurrency.window_of(limit)
+            # Each run has a route of its own to this server.
             routes = [run.routes.open(limit.url, limit.ended) for run in self._runs]
-            free = max(0, window - sum(route.in_flight for route in routes))
+            free_slots = max(0, window - sum(route.in_flight for route in routes))
             if self._is_for_one_run:
                 (route,) = routes
                 route.window, route.speed = window, limit.recent
@@ -144,8 +149,8 @@ class LoadControl:
             shares = divide(window, claims, routes=len(self.concurrency.routes))
             for route, share in zip(routes, shares, strict=True):
                 # A run gets more slots only as other runs free them: a smaller window cancels no request.
-                granted = min(share, route.in_flight + free)
-                free -= max(0, granted - route.in_flight)
+                granted = min(share, route.in_flight + free_slots)
+                free_slots -= max(0, granted - route.in_flight)
                 route.window, route.speed = granted, limit.recent
         for run in self._runs:
             write_changes(run.events, changes)

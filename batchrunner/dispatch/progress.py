@@ -108,7 +108,7 @@ class TimeLeft:
         rows end first. While no further row ends, the time counts down. It is None once it would be negative.
         """
         self._updated = now
-        # The input is still being read or sorted, so the clock has not started.
+        # As long as the input is being read or sorted, the clock does not run.
         if not done and not in_flight:
             self._began = self._ended = now
         if done > self._done:
@@ -131,8 +131,8 @@ class TimeLeft:
     def _update_pace(self, now: float, done: float, in_flight: int) -> None:
         """Add the rows that ended since the last call to the average time per row; older rows count less."""
         ended = done - self._done
-        half_life = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
-        weight = 0.5 ** (ended / half_life)
+        half_life_rows = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
+        weight = 0.5 ** (ended / half_life_rows)
         self._rows = self._rows * weight + ended
         self._seconds = self._seconds * weight + now - self._ended
         self._done, self._ended = done, now
@@ -145,14 +145,15 @@ class TimeLeft:
         The run is late if it took longer than the estimate for all ended rows and all rows in flight. It is
         early if it took less than the estimate for the ended rows alone.
         """
-        material_s = LATE_SHARE * total * self._expected_s
+        # A smaller difference than this is normal, however certain it is.
+        least_difference_s = LATE_SHARE * total * self._expected_s
         # By the estimate, the ended rows and the rows in flight take at most this time.
         latest_s = (done + in_flight) * self._expected_s
-        is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + material_s)
+        is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + least_difference_s)
         if is_late or done < max(1, in_flight):
             return is_late  # As long as only the quickest rows have ended, the run cannot count as early.
         expected_s = done * self._expected_s
-        return elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - material_s)
+        return elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - least_difference_s)
 
 
 def _tolerance(done: float, in_flight: int = 0) -> float:

@@ -294,7 +294,8 @@ class DispatchQueue:
             if home is route:
                 return row
             _keep(row, home)
-        # This row's slot is already counted in `in_flight`.
+        # No row is left, except rows that are kept for other routes. This route may take some of them over.
+        # The slot of the row that it asks for is already counted in `in_flight`.
         busiest = self._route_to_relieve(route, route.in_flight - 1)
         return _relieve(busiest, route) if busiest else None
 
@@ -360,14 +361,15 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     Only one row of a group is sent at once. If two of them were in the same prefill pass, both would compute
     the prefix, which the other route does not have in its cache yet.
     """
-    rows_of = Counter[PrefixGroup](row.group for row in busiest.kept)
-    # Groups may come back to the route that they have left in part, and that still has their prefix.
-    cached = {group for group in rows_of if group.home is route}
+    kept_rows = Counter[PrefixGroup](row.group for row in busiest.kept)  # number of kept rows, by group
+    # Some of these rows may have been moved away from `route` before. It still has their prefix in its cache.
+    cached_groups = {group for group in kept_rows if group.home is route}
+    # Take one group after another, until half of the rows are taken.
     rows_to_move = Counter[PrefixGroup]()  # number of rows to move, by group
     half = (len(busiest.kept) + 1) // 2
-    for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
-        rows_to_move[group] = min(rows_of[group], half - rows_to_move.total())
-        if rows_to_move[group] == rows_of[group]:
+    for group in sorted(kept_rows, key=lambda group: (group.first.route is not None, -kept_rows[group])):
+        rows_to_move[group] = min(kept_rows[group], half - rows_to_move.total())
+        if rows_to_move[group] == kept_rows[group]:
             # The group moves as a whole, so its rows that are still to come go to the other route, too.
             group.home = route
             busiest.promised -= group.to_come
@@ -382,15 +384,16 @@ def _relieve(busiest: Route, route: Route) -> PendingRow:
     busiest.kept = remaining
     busiest.promised -= len(moved)
 
-    awaited = set[PrefixGroup | None]()  # groups whose prefix this route is about to compute
+    # Send one row of each group whose prefix is not cached, and hold its other rows until it is.
+    awaited_groups = set[PrefixGroup | None]()  # groups whose prefix this route is about to compute
     to_send = list[PendingRow]()
     for row in moved:
-        if row.group in awaited:
+        if row.group in awaited_groups:
             _hold(row, route)
             continue
         to_send.append(row)
-        if row.group not in cached:
-            awaited.add(row.group)
+        if row.group not in cached_groups:
+            awaited_groups.add(row.group)
     first, *others = to_send
     for row in others:
         _keep(row, route)
@@ -492,7 +495,8 @@ class Backlog:
             row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
             if row is None or row.is_wanted:
                 break
-            # The row's rollout has ended, so the row is dropped. A suspect was counted as in flight above.
+            # The row's rollout has ended, so the row is dropped. If it is a suspect of engine deaths, it was
+            # counted as in flight above.
             if row.deaths:
                 self._poison.leave_flight(row)
         if route.held and route not in self._releasing:  # `take` has moved rows from another route.

@@ -275,20 +275,22 @@ class ReuseDistance:
             return None
         self._bytes += row.prompt_bytes
         self._bytes_tokens += completion.prompt_tokens
-        leader, cached = row.leader, completion.cached_tokens
-        if leader is None or cached is None:
+        leader, cached_tokens = row.leader, completion.cached_tokens
+        if leader is None or cached_tokens is None:
             return None
-        expected = row.shared_bytes * completion.prompt_tokens / row.prompt_bytes
-        if expected < LEAST_EXPECTED_TOKENS:
+        # Length in tokens of the prefix that the row shares with its leader.
+        shared_tokens = row.shared_bytes * completion.prompt_tokens / row.prompt_bytes
+        if shared_tokens < LEAST_EXPECTED_TOKENS:
             return None
-        self._expected_tokens += expected
-        self._found_tokens += min(expected, cached)
+        self._expected_tokens += shared_tokens
+        self._found_tokens += min(shared_tokens, cached_tokens)
         if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
             # Such a row proves nothing. Its prefix may be in another scheduler's cache, or it was sent before
             # the last correction.
             return None
         self._followers += 1
-        if cached < expected / 2:  # a few cached tokens, such as a common system prompt, are not a hit
+        # A few cached tokens, such as a common system prompt, are not a hit.
+        if cached_tokens < shared_tokens / 2:
             self._missed += 1
             # The prefix was computed before the row was sent, and was missing later. So it was evicted.
             self._evicted += leader.prefix_ready_at < row.sent_at
@@ -409,7 +411,7 @@ class FollowerRelease:
         go early.
         """
         if self._held:
-            self._find_due()
+            self._move_to_due()
         must_release = self._held and not self._due and self._would_evict()
         # A leader goes if no follower may. Near the end of the input, leaders go before followers.
         leader_is_next = not must_release and (not self._due or (last and self._is_near_end()))
@@ -455,13 +457,15 @@ class FollowerRelease:
             return False
         return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 
-    def _find_due(self) -> None:
-        """Find the held rows that may be sent now.
+    def _move_to_due(self) -> None:
+        """Move held rows that may be sent now to `_due`.
 
         A row may be sent once enough prefill tokens (the reuse distance) were sent after its leader.
         """
         while self._held and self._distance is not None:
-            leader = self._held[0][-1].leader
+            # `_held` is a heap. Its first row has the leader that was sent first.
+            first_row = self._held[0][-1]
+            leader = first_row.leader
             assert leader is not None
             if not self._distance.is_reached(leader):
                 return
@@ -624,10 +628,10 @@ class Reorderer:
         self._window_bytes += row.memory_bytes
 
     def _is_full(self, unread: int, *, is_shared: bool) -> bool:
-        """Tell whether enough rows were read to order them; `unread` rows are still to be read.
+        """Return whether the window has enough rows to be ordered; `unread` rows are still to be read.
 
-        Near the end of the input the result is false, so that its last rows are ordered together. `is_shared`
-        says that several workers share the rows.
+        If few rows are unread, the result is false (unless memory is short): they are read first, and ordered
+        together with the window. If several workers share the rows (`is_shared`), windows are smaller.
         """
         reorders = (
             self._distance is not None
@@ -767,6 +771,8 @@ class Reorderer:
             return
         task = primes.get(leader)
         if task is None:
+            # The leader may share a shorter prefix with a leader of its own, which is computed a round
+            # earlier.
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
             task = PrimeTask(leader, round_, on_every_replica=self.caches == 1)
         # A row outside the leader's group may go to any replica, so each replica needs the prefix.

@@ -530,6 +530,7 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         problem = "n: must be 1; for several answers, await several calls with asyncio.gather"
     if problem is not None:
         raise RowRefusedError(f"generate: {problem}")
+    # Only parameters that the call itself sets replace those of the job.
     parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(parameters.get("json_schema"), dict):
         parameters["json_schema"] = json.dumps(parameters["json_schema"])
@@ -537,15 +538,17 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
     if parameters.keys() & {*GRAMMARS}:  # a request has one grammar, and the call's replaces the job's
         for grammar in GRAMMARS:
             job_parameters.pop(grammar, None)
-    job_tools, asks = base.tools or Tools(None), base.asks
-    all_tools = Tools(tools or job_tools.tools, spec.tool_choice or job_tools.choice, by_row=True)
-    if kind != "messages" and asks is not None:  # Only the chat endpoint returns these columns.
+    job_tools = base.tools or Tools(None)
+    tools_of_call = Tools(tools or job_tools.tools, spec.tool_choice or job_tools.choice, by_row=True)
+    # Additional result columns that the request asks the server for. Only the chat endpoint returns some.
+    asks = base.asks
+    if kind != "messages" and asks is not None:
         names = asks.names - {REASONING, TOOL_CALLS}
         asks = asks._replace(names=names) if names else None
     request = base._replace(
         sampling=job_parameters | parameters,
         lora_path=spec.lora_path or base.lora_path,
-        tools=all_tools if all_tools.tools or all_tools.choice else None,
+        tools=tools_of_call if tools_of_call.tools or tools_of_call.choice else None,
         asks=asks,
     )
     return with_prompt(request, "generate", kind, content)

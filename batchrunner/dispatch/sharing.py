@@ -86,10 +86,9 @@ class Account:
         cost: float = ROW_COST
         if answer is not None:
             prompt, output = answer.prompt_tokens or 0, answer.output_tokens
+            computed_prompt = prompt - (answer.cached_tokens or 0)
             mean_context = prompt + output / 2
-            cost += (
-                prompt - (answer.cached_tokens or 0) + output * (OUTPUT_COST + CONTEXT_COST * mean_context)
-            )
+            cost += computed_prompt + output * (OUTPUT_COST + CONTEXT_COST * mean_context)
             self.tokens += prompt + output
         self.cost += cost
         self.rows_averaged = min(self.rows_averaged + 1, ROWS_AVERAGED)
@@ -114,11 +113,13 @@ class Account:
         self.cost = max(self.cost, time * self.share)
 
     def begin_beside(self, in_flight: Mapping[Account, int]) -> None:
-        """Raise the virtual time to that of the other accounts, so that all start level.
+        """Raise the virtual time to the lowest of the other accounts, so that this one has no advantage.
 
-        `in_flight` is the number of rows in flight of each other account. These rows count as ended if their
-        cost is known. Until rows of this account have ended, it takes the time and the cost of a row from the
-        other accounts. If its prompts are longer than that cost, their length is the cost.
+        `in_flight` has the number of rows in flight of each other account. They count as ended if the cost of
+        the account's rows is known.
+
+        If no row of this account has ended yet, its rows are assumed to take the mean time and cost of the
+        other accounts' rows. Their cost is at least the length of their prompts.
         """
         known = [other for other in in_flight if other.rows_averaged]
         if known and not self.rows_averaged:
@@ -161,24 +162,25 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
     use. The runs of an account get its slots in order of age. Slots that no run wants go to the oldest run
     that may send rows. The accounts have slots on `routes` servers in all.
     """
-    wanted, backlog = defaultdict[Account, int](int), defaultdict[Account, int](int)
+    # Slots that each account can use now, and all its rows without an answer.
+    wanted, unanswered = defaultdict[Account, int](int), defaultdict[Account, int](int)
     for claim in claims:
         wanted[claim.account] += claim.wanted
-        backlog[claim.account] += claim.in_flight + claim.unsent
-    remaining = _slots_of_accounts(slots, wanted, routes)
-    limited = [account for account in wanted if remaining[account] < wanted[account]]
+        unanswered[claim.account] += claim.in_flight + claim.unsent
+    slots_left = _slots_of_accounts(slots, wanted, routes)
+    limited = [account for account in wanted if slots_left[account] < wanted[account]]
     # An account that uses less than its share falls behind in virtual time. It must not save up this time, so
     # its virtual time is raised to the lowest one of the accounts that need more.
     if limited:
         earliest = min(account.time for account in limited)
         for account in wanted:
-            if remaining[account] >= backlog[account]:
+            if slots_left[account] >= unanswered[account]:
                 account.advance_to(earliest)
-    unused = slots - sum(remaining.values())
+    unused = slots - sum(slots_left.values())
     parts = []
     for claim in claims:
-        part = min(claim.wanted, remaining[claim.account])
-        remaining[claim.account] -= part
+        part = min(claim.wanted, slots_left[claim.account])
+        slots_left[claim.account] -= part
         # The first claim is the oldest run's. It gets all unused slots if it may send rows.
         if unused and not claim.account.is_paused:
             part, unused = part + unused, 0
@@ -189,8 +191,9 @@ def divide(slots: int, claims: Sequence[Claim], *, routes: int = 1) -> list[int]
 def _slots_of_accounts(slots: int, wanted: dict[Account, int], routes: int) -> dict[Account, int]:
     """Divide a server's slots among the accounts by their virtual times.
 
-    If there are enough slots, each account gets all that it wants. Otherwise each gets slots until its
-    virtual time would reach a common value. This server provides one of `routes` equal parts of them.
+    If there are enough slots, each account gets all that it wants. Otherwise each account gets slots until
+    its virtual time would reach a common value. There are `routes` servers, and each provides an equal part
+    of an account's slots.
     """
     if sum(wanted.values()) <= slots:
         return {**wanted}

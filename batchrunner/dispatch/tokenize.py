@@ -74,10 +74,11 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     """
     if kind == "body":
         raise CannotTokenizeError("the requests of a batch file are sent unchanged")
-    tokenizer = info.tokenizing
+    engine_tokenizer = info.tokenizing
     truncate = job.prompt.truncate
     if truncate is not None and info.context_length is None:
         raise CannotTokenizeError("the engine does not report its context length")
+    # Prompts that are token ids already need no tokenizer.
     directory, chat_sampling = None, None
     if kind != "input_ids":
         usable = _usable_tokenizer(job, info, kind)
@@ -89,9 +90,9 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     )
 
     # If the engine truncates prompts itself, no prompt is too long.
-    engine_truncates = truncate is None and tokenizer is not None and tokenizer.cuts
+    engine_truncates = truncate is None and engine_tokenizer is not None and engine_tokenizer.cuts
     context = None if engine_truncates else info.context_length
-    budget = TokenBudget(context, tokenizer.longest_prompt if tokenizer else None)
+    budget = TokenBudget(context, engine_tokenizer.longest_prompt if engine_tokenizer else None)
     return Encoder(kind, directory, budget, truncate, chat_sampling=chat_sampling)
 
 
@@ -222,6 +223,7 @@ class RowTokenizer:
         if isinstance(self._task, ClassifyTask):
             self._task = dataclasses.replace(self._task, names=class_names(info.model))
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        """Limits the simultaneous requests to the engine's tokenizer."""
         self._choosing = asyncio.Lock()
         """Held while one batch decides whether client or engine tokenizes prompts of its kind."""
         self._encoders: dict[PromptKind, Encoder | None] = {}
@@ -278,7 +280,8 @@ class RowTokenizer:
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
-        # The token ids of the labels are looked up once, with copies of the first request.
+        # The engine tokenizes the labels once, before the first prompts. A simulated engine has no
+        # vocabulary, so its labels have no token ids.
         has_vocabulary = not self._info.simulated
         if isinstance(self._task, ScoreTask) and requests and has_vocabulary and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])
@@ -393,7 +396,10 @@ class RowTokenizer:
         return str(tokens) if isinstance(tokens, RowRefusedError) else tokens
 
     async def _with_labels(self, task: ScoreTask, request: Request) -> ScoreTask:
-        """Return the task with the token ids of its labels; raises JobError if a label is not usable."""
+        """Return the task with the token ids of its labels; raises JobError if a label is not usable.
+
+        Each label is sent to the engine's tokenizer in a copy of `request`.
+        """
         vocabulary = vocabulary_of(self._info.model)
         labels: dict[int, str | int] = {}  # by token id
         for label in task.labels:

@@ -320,7 +320,7 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
         "radix_cache": info.caches_prefixes,
     }
     flags |= {name: args[flag] for flag, name in SCHEDULER_FLAGS.items() if args.get(flag) is not None}
-    # Memory limits the running requests, whatever the flag says.
+    # If memory limits the running requests, the flag has no effect.
     if info.memory_caps_running and info.max_running:
         flags["max_running"] = min(flags["max_running"], info.max_running // schedulers)
     flags["chunked_prefill_tokens"] = limit_of(flags.get("chunked_prefill_tokens", info.prefill_tokens))

@@ -28,10 +28,10 @@ from batchrunner.job.tasks import TASK_OF_ENDPOINT, TaskName
 log = logging.getLogger(__name__)
 
 MOST_REPEATED = 100_000
-"""Maximum number of custom_ids that are kept to be checked for repeats.
+"""Maximum number of custom_ids that are kept as possible repeats.
 
-These are the custom_ids of which the low half of the digest occurred before. By chance, this happens to about
-12,000 of ten million different custom_ids.
+A custom_id is kept if an earlier one has the same low half of its digest. This test is cheap, but not exact:
+of ten million different custom_ids, about 12,000 are kept by chance.
 """
 MOST_FAULTS = 50
 """Maximum number of faulty lines that an error lists for each kind of fault."""

@@ -391,8 +391,9 @@ class DatasetReader:
             self._file = file
         starts = file.starts
         first, last = max(rows.min(), starts[0]), min(rows.max(), starts[-1] - 1)
-        for group in range(bisect_right(starts, first) - 1, bisect_right(starts, last)):
-            group_rows = range(*starts[group : group + 2])
+        first_group, last_group = bisect_right(starts, first) - 1, bisect_right(starts, last) - 1
+        for group in range(first_group, last_group + 1):
+            group_rows = range(starts[group], starts[group + 1])
             rows_in_group = rows & BitMap64(group_rows)
             if rows_in_group:
                 # Batches are decoded in order. For a row before the current batch, the row group is decoded

@@ -66,7 +66,7 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
         share_of_rows = 1 - len(combinations) / max(1, rows)
         return lengths[name] * share_of_rows
 
-    def gain(name: str) -> float:
+    def gain(name: str, candidates: Sequence[str]) -> float:
         """Return the text that column `name` saves, plus what the best other candidate saves after it."""
         longer_prefixes = list(zip(prefixes, values[name], strict=True))
         gains_after = [shared_text(other, longer_prefixes) for other in candidates if other != name]
@@ -75,7 +75,7 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     while remaining:
         by_shared_text = sorted(remaining, key=lambda name: shared_text(name, prefixes), reverse=True)
         candidates = by_shared_text[:LOOKED_AHEAD]
-        best = max(candidates, key=gain)
+        best = max(candidates, key=lambda name: gain(name, candidates))
         prefixes = [hash(pair) for pair in zip(prefixes, values[best], strict=True)]
         remaining.remove(best)
         ordered.append(best)

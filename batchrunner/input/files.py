@@ -124,9 +124,10 @@ def find_files(
             else:
                 files, is_directory = _remote_files(fs, path)
         except InputError:
+            # This error names the path already. `read_errors` may contain its base class Exception.
             raise
-        # The path exists but cannot be read, for example for lack of permission.
         except read_errors(fs) as failure:
+            # The path exists but cannot be read, for example for lack of permission.
             raise _inaccessible(name, failure) from None
         outside_run = {real: file for real, file in files.items() if not (run and is_below(real, run))}
         # If only files of the run match, the user wants them, for example to read its results again.
@@ -246,6 +247,7 @@ def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:
                 directory, example,
             )  # fmt: skip
         return parquet_files
+    # The hint shows a pattern for one of the kinds.
     ending = next(ending for ending, kind in ENDINGS.items() if kind == min(files_by_kind))
     raise InputError(
         f"{directory}: has {' and '.join(sorted(files_by_kind))} files",
@@ -591,8 +593,8 @@ class SourceFile:
     def _unreadable(self, failure: Exception) -> BatchrunError:
         """Return the error for an unreadable file, with a hint at the likely cause."""
         name, hint = self.path, None
-        # The file is on the Hugging Face Hub (hf://).
         if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
+            # The file is on the Hugging Face Hub (hf://).
             name = f"hf://{without_commit(self.path)}"
             hint = "if the dataset's page on the Hub asks for it, request access there, and set HF_TOKEN"
         elif self.format.compression == "zstd" and "too much memory" in str(failure):

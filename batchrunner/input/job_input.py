@@ -155,7 +155,9 @@ def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
     rows_for_most_leases = -(-len(rows) // MOST_LEASES)
     size = max(lease_rows(len(rows)), rows_for_most_leases)
     cuts = [0]
-    rows_before, next_rank = 0, size
+    # The next lease begins at the row with this rank, its index in `rows`.
+    next_rank = size
+    rows_before = 0
     # Finding the n-th row of a bitmap takes longer the larger n is, so rows are counted block by block.
     block_size = max(1, -(-end // MOST_LEASES))
     for start in range(0, end, block_size):

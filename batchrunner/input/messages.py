@@ -47,9 +47,9 @@ def messages_in(column: str, row: Mapping[str, Any], *, continues: bool) -> list
     label, value = f"prompt: column {column!r}", row[column]
     if value is None:
         raise RowRefusedError(f"{label} is null")
-    if isinstance(value, str) and value.strip():
-        # A blank text is treated like an empty list.
-        value = _parsed(label, value)
+    if isinstance(value, str):
+        # A text without visible characters is not JSON. It counts as empty, like an empty list.
+        value = _parsed(label, value) if value.strip() else []
         if not isinstance(value, list):
             raise RowRefusedError(f"{label}: the JSON is not a list of messages")
     if not value:
@@ -122,7 +122,11 @@ def tools_in(column: str, choice: Any, value: Any) -> Tools | None:
     `choice` is the job's `tool_choice`. Raises RowRefusedError for an invalid list of tools.
     """
     label = f"prompt.tools: column {column!r}"
-    value = _parsed(label, value) if isinstance(value, str) else _without_nulls(value)
+    if isinstance(value, str):
+        # CSV has an empty text in place of a null.
+        value = _parsed(label, value) if value.strip() else None
+    else:
+        value = _without_nulls(value)
     if value is None or value == []:
         return None
     problem = tool_problem(value)

@@ -99,9 +99,11 @@ def decide(
     sampled = sum(map(len, sample))
     input_share, sorted_share = shared_fractions(sample, rows)
     input_equal, sorted_equal = equal_fractions(keys, rows) if keys else (0.0, 0.0)
-    # Sorting must save enough prompt tokens, or let enough rows share an answer.
+    # Sorting must save enough prompt tokens, or let enough rows share an answer. Without sorting, the engine
+    # computes this fraction of the prompt tokens:
+    computed_share = 1 - input_share
     order = "prefix"
-    if sorted_share - input_share >= max(LEAST_SAVED, WORTH_IT * (1 - input_share)):
+    if sorted_share - input_share >= max(LEAST_SAVED, WORTH_IT * computed_share):
         why = (
             f"sorted, {sorted_share:.0%} of the prompt tokens can come from the cache; "
             f"in input order {input_share:.0%}"

@@ -186,13 +186,14 @@ class _Records:
             if name == PROBLEM:
                 continue
             column = columns.get(name, pa.nulls(len(lines)))
+            # A batch whose values had no common type has the column as JSON texts.
             json_column = columns.get(f"{AS_JSON}{name}")
-            # All values have the same type, and it fits.
             if json_column is None and _fits(column.type, kind):
                 columns[name] = _as_type(column, kind)
                 continue
             values = column.to_pylist() if json_column is None else _decoded(json_column)
-            # A text column holds any value as JSON.
+            # A text column holds any value as JSON. If the column would have had another type but for a few
+            # values, the first of them is noted for the user.
             if pt.is_string(kind):
                 columns[name] = arrow_array([text_of(value) for value in values], kind)
                 self._note_cause(name, lines, values)

@@ -223,9 +223,16 @@ class Renderer:
         )
 
     def _sampling_of(self, row: Row) -> dict[str, Any]:
-        """Return the sampling parameters that come from columns of the row; a null means the default."""
+        """Return the sampling parameters that come from columns of the row.
+
+        A null means the default. So does an empty text, which CSV has in place of a null.
+        """
         values = {name: row[column] for name, column in self._sampling_columns.items()}
-        return {name: _parameter_in(name, value) for name, value in values.items() if value is not None}
+        return {
+            name: _parameter_in(name, value)
+            for name, value in values.items()
+            if value is not None and value != ""
+        }
 
 
 def _parameter_in(name: str, value: Any) -> Any:
@@ -456,7 +463,10 @@ def _other_fields(job: Job, dataset: ColumnSource) -> dict[str, Any]:
 
 def _lora_path(sampling: SamplingSpec) -> ByColumn | str | None:
     lora = sampling.lora_path
-    return ByColumn(lora.column, lambda value: value) if isinstance(lora, FromColumn) else lora
+    if isinstance(lora, FromColumn):
+        # An empty text means no adapter, like a null.
+        return ByColumn(lora.column, lambda value: value or None)
+    return lora
 
 
 def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) -> ByColumn | Tools | None:
@@ -535,7 +545,8 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             with faults.collect():
                 _check_type(dataset, value.column, where=f"sampling.{name}", fits=fits, expected=expected)
         if name in {"lora_path", "tool_choice"}:
-            # These fields are not sampling parameters.
+            # These fields of the job are not sampling parameters; `_other_fields` returns their values. Only
+            # their columns are checked here.
             continue
         if isinstance(value, FromColumn):
             columns[name] = value.column

@@ -45,6 +45,7 @@ _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def request_of(row: dict[str, Any]) -> RequestBody:
     """Return the request in a row of a batch file. Values in its body stay raw JSON."""
     fields = fields_of(row[BODY].encode())
+    # The name is kept apart from the body, because a client may send another form of it: `model:adapter`.
     model = fields.pop("model", None)
     for name in _STREAMED:
         fields.pop(name, None)

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+COPY_PREFIX = "order-"
+"""Beginning of the names of sorted copies."""
 _ABOUT = b"batchrunner"
 """Metadata key under which the Parquet file stores its order and its run."""
 
@@ -335,7 +337,7 @@ def prepare_order(
     decision = decide_order(job_input, rows, check_stop)
     if decision.order == "input" or not rows:
         return None, decision
-    path = directory / f"order-{writer}.parquet"
+    path = directory / f"{COPY_PREFIX}{writer}.parquet"
     began = time.monotonic()
     log.info("sorting %s rows", f"{len(rows):,}")
     about = {
@@ -366,7 +368,7 @@ def find_sorted_copy(
     if wanted_order == "auto":
         # With `auto`, a copy exists only if an earlier start decided on "prefix".
         wanted_order = "prefix"
-    for path in directory.glob("order-*.parquet"):
+    for path in directory.glob(f"{COPY_PREFIX}*.parquet"):
         try:
             copy = SortedCopy(path)
             # The order does not depend on the model. An empty model is not compared.
@@ -383,7 +385,7 @@ def find_sorted_copy(
 
 def remove_sorted_copies(directory: Path) -> None:
     """Delete all sorted copies in a directory, also unfinished ones; raise OSError."""
-    for path in directory.glob("*order-*"):
+    for path in directory.glob(f"*{COPY_PREFIX}*"):
         # `*` also matches hidden files, which are unfinished copies.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

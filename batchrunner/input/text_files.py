@@ -74,8 +74,9 @@ def batches_of_file(
     skip_bom(source)
     if batch_rules:
         name = Path(path).name
+        requests = request_lines(read_lines(source), name)
         return _object_batches(
-            checked_requests(request_lines(read_lines(source), name), name, batch_rules),
+            checked_requests(requests, name, batch_rules),
             name,
             types=dict.fromkeys(BATCH_COLUMNS, "string"),
             object_name="request",
@@ -229,7 +230,7 @@ def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
 
     The first batch is empty, so that the schema is known.
     """
-    # After these first bytes, an Arrow file continues like a stream. Its footer is not needed.
+    # An Arrow file begins with these bytes, and continues like a stream. Its footer is not needed.
     if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):
         source.read(ARROW_HEAD_BYTES)
     with pa.ipc.open_stream(source) as stream:

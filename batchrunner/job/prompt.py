@@ -210,7 +210,7 @@ class PromptSpec(Spec):
         return value
 
     @model_validator(mode="after")
-    def _one_kind(self) -> PromptSpec:
+    def _check_fields(self) -> PromptSpec:
         """Raise ValueError unless the job has exactly one kind of prompt, and only fields that affect it."""
         if self.is_batch:
             return self
@@ -226,6 +226,8 @@ class PromptSpec(Spec):
         has_effect = {
             "fields": has_templates,
             "system": kind == "user",
+            # A list of templates needs no `continue`: the model continues it if its last message is from the
+            # assistant.
             "continue_": isinstance(self.messages, str),
             "tools": self.is_chat,
             "chat_template_kwargs": self.is_chat,
@@ -233,14 +235,15 @@ class PromptSpec(Spec):
             # The server tokenizes prompts with tools or files, so batchrunner cannot truncate them.
             "truncate": self.tools is None and not self.media,
         }
+        # The other fields with files: `images`, `audio` and `videos`.
         for name in KIND_OF_FIELD:
             has_effect.setdefault(name, kind in {"user", "messages", "text"})
         useless_keys = []
         for name, affects_prompts in has_effect.items():
             if getattr(self, name) is not None and not affects_prompts:
-                useless_keys.append(name.rstrip("_"))
-        useful_keys = [key for key in self.model_dump(exclude_none=True) if key not in useless_keys]
-        others = ", ".join(f"`{key}`" for key in useful_keys)
+                useless_keys.append(name.rstrip("_"))  # `continue_` is written `continue` in a job
+        other_keys = [key for key in self.model_dump(exclude_none=True) if key not in useless_keys]
+        others = ", ".join(f"`{key}`" for key in other_keys)
         faults = [f"`{key}` has no effect together with {others}: leave it out" for key in useless_keys]
         if isinstance(self.messages, list) and all(item.role == "assistant" for item in self.messages):
             faults.append("`messages` has only assistant messages: add a message for the assistant to answer")

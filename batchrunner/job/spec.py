@@ -300,7 +300,8 @@ class Job(Spec):
         task_class = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
         option_names = {field.name for field in dataclasses.fields(task_class)}
         options: dict[str, Any] = {}
-        # The last part of a field's name is the name of the option: `output.softmax` sets `softmax`.
+        # The last part of a field's name is the name of the option: `output.softmax` sets `softmax`. A field
+        # that is no option of the task, such as `prompt.documents`, is read elsewhere.
         for field_name in task_class.takes:
             value = attrgetter(field_name)(self)
             option = field_name.rpartition(".")[2]

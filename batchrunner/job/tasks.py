@@ -222,7 +222,7 @@ class NativeTask(ForwardTask):
         """Return the only number of a prompt; raise RowRefusedError if the model returned several."""
         if len(numbers) != 1:
             raise RowRefusedError(
-                f"the model returned {len(numbers)} numbers, but task: {self.name} needs exactly one"
+                f"the model returned {len(numbers)} numbers, but the task `{self.name}` needs exactly one"
             )
         return numbers[0]
 

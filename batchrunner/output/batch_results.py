@@ -200,7 +200,8 @@ def _failure(row: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
     """Return HTTP status, response body and error of a failed row; the status is 0 if no server answered."""
     error = row["error"]
     status, message = status_in(error)
-    # A row without an attempt was invalid. With a status below 500, the server refused the row.
+    # A row without an attempt was invalid. With a status below 500, the server refused the row; 0 means that
+    # no server answered.
     is_refused = row["attempts"] == 0 or 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR
     code = _CODES.get(error) or ("invalid_request" if is_refused else "request_failed")
     body = _error_body(

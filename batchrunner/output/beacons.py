@@ -236,11 +236,11 @@ class BeaconWatch:
         for match in filter(None, map(_NAME.fullmatch, names)):
             if match["task"] != self._run_dir.task:
                 beacons.setdefault(match["task"], []).append(match)
-        before, self._sightings = self._sightings, {}
+        last_sightings, self._sightings = self._sightings, {}
         for task, matches in beacons.items():
             newest = max(matches, key=lambda match: int(match["seconds"]))
             seconds = int(newest["seconds"])
-            sighting = before.get(task)
+            sighting = last_sightings.get(task)
             if sighting is None or sighting.token != newest["token"]:
                 sighting = _Sighting.first(
                     token=newest["token"], machine_key=newest["machine"], seconds=seconds, now=now
@@ -298,7 +298,8 @@ class BeaconWatch:
         self._owners[task] = content
         holder = parse_holder(content)
         if holder is not None and holder.token != sighting.token:
-            # Another process is taking over the lock of this worker. It may die too.
+            # The beacon is from an earlier process: the worker's lock now belongs to another one, which may
+            # be dead too. So that process is polled.
             return self._poll_owner(task)
         return judge_holder(
             holder,

@@ -141,7 +141,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     # All outcomes are transposed at once: reading each field of each outcome takes four times as long.
     refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
     answers = [NO_ANSWER if completion is None else completion for completion in completions]
-    texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
+    texts, reasons, output_tokens, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
 
     def of_completions(values: Sequence[Any]) -> list[Any]:
         if is_single:
@@ -160,8 +160,8 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     if has_texts(schema):
         values["output"] = of_completions(texts)
         values["finish_reason"] = of_completions(reasons)
-        values["completion_tokens"] = of_completions(counts)
-        # A row that `prompt.python` left out has no answer, but the finish reason LEFT_OUT.
+        values["completion_tokens"] = of_completions(output_tokens)
+        # A row that `prompt.python` left out has no answer, but gets the finish reason LEFT_OUT.
         if None in values["finish_reason"]:
             left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
             values["finish_reason"] = [
@@ -177,9 +177,9 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
             values[name] = [None if items is None else items[0] for items in lists]
         else:
             values[name] = lists
-    # Columns that have no values yet are copied from the input.
-    has_carried = bool({*schema.names} - values.keys())
-    carried = _carried(refs) if has_carried else pa.table({})
+    # All other columns of the schema are copied from the input.
+    copies_columns = bool({*schema.names} - values.keys())
+    carried = _carried(refs) if copies_columns else pa.table({})
     arrays = [
         arrow_array(values[field.name], field.type) if field.name in values else carried.column(field.name)
         for field in schema

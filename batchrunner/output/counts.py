@@ -225,7 +225,8 @@ class RowCounts:
         self.output_tokens += completion.output_tokens
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
-        if attempts > 1 or error is not None:  # Otherwise the row's first answer was accepted.
+        if attempts > 1 or error is not None:
+            # Answers may have been rejected. The engine has generated their tokens too.
             self.output_tokens += self.checks.add(outcome)
 
     def __add__(self, other: RowCounts) -> RowCounts:

@@ -22,15 +22,15 @@ from batchrunner.output.samples import LoggedSample
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats on a file system."""
+STORE_HEARTBEAT_S = 15.0
+"""Seconds between two heartbeats in an object store. They cost 240 requests an hour."""
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which the process that holds a worker's lock counts as dead.
 
 NFS may show an old file for 60 s, so a shorter time would not be safe.
 """
-HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats on a file system."""
-STORE_HEARTBEAT_S = 15.0
-"""Seconds between two heartbeats in an object store. They cost 240 requests an hour."""
 UNNAMED_AFTER_S = 5.0
 """Seconds after which an incomplete `owner` means that the process died while writing it."""
 POLL_S = 1.0
@@ -39,8 +39,8 @@ SHORT_POLL_S = 0.2
 """Seconds between two checks while a change is expected soon."""
 LOOK_S = 5.0
 """Minimum seconds between two reads of `owner` in an object store: at most 720 requests an hour."""
-FRESH_S = 15.0
-"""Seconds after a heartbeat for which its process counts as running, on a file system: three heartbeats."""
+FRESH_S = 3 * HEARTBEAT_S
+"""Seconds after a heartbeat for which its process counts as running, on a file system."""
 STORE_FRESH_S = 40.0
 """Seconds after a heartbeat for which its process counts as running, in an object store."""
 SILENT_S = 300.0
@@ -101,12 +101,12 @@ class LivenessMonitor:
         The result is also False if no process holds the lock: it was released, or the name in `owner` is
         still incomplete after UNNAMED_AFTER_S. Raises OSError if the run's store does not answer.
         """
-        before, now = self._last_seen, self._clock()
+        seen_before, now = self._last_seen, self._clock()
         if now - self._looked_at >= self._pause_s:
             self._last_seen, self._looked_at = self._look(), now
-        if self._last_seen != before:
+        if self._last_seen != seen_before:
             # A change is a heartbeat if `owner` exists before and after it.
-            old_owner_content, _ = before
+            old_owner_content, _ = seen_before
             self._has_beaten = bool(old_owner_content and self.owner_content)
             self._changed_at = now
         silent_s = now - self._changed_at

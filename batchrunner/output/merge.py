@@ -157,8 +157,9 @@ def durable_results(run_dir: RunDir, work: Path) -> list[Path]:
         for journal in task.journals():
             with contextlib.suppress(FileNotFoundError):
                 if tables := [*read_journal(journal)]:
-                    copies.append(work / f"{task.task}-{journal.name}.parquet")
-                    pq.write_table(pa.concat_tables(tables), copies[-1], compression="zstd")
+                    copy = work / f"{task.task}-{journal.name}.parquet"
+                    copies.append(copy)
+                    pq.write_table(pa.concat_tables(tables), copy, compression="zstd")
     run_dir.bring_results()
     results = [*run_dir.all_parts(), *copies]
     if not results:

@@ -107,7 +107,7 @@ class RunObjects:
         with self._request(name):
             try:
                 condition: Any = {"e_tag": e_tag}
-                # Google's conditional writes compare the object's generation instead of its ETag.
+                # In Google's store, conditional writes compare the object's generation instead of its ETag.
                 if self.address.scheme == "gs":
                     metadata = obstore.head(self._bucket, self._key(name))
                     if _tag(metadata) != e_tag:

@@ -53,7 +53,7 @@ class DoneRows:
 
     def add(self, results: pa.Table) -> None:
         """Add the rows of a table (columns `row` and `error`) from a part file or a journal."""
-        counts = counts_in(results.schema)
+        counts = counts_in(results.schema)  # they are stored in the schema's metadata
         is_answered = pc.is_null(results.column("error"))
         rows = results.select(["row"])
         self.include(

@@ -309,8 +309,8 @@ def _with_copy(
             # A process on this machine, perhaps this one, is writing to the working copy. The copy is newer
             # than the store, and must not be changed.
             return run_dir
-        # The copy belongs to an older run that was deleted from the store.
         if _is_outdated(run_dir, objects):
+            # The copy is of an older run, which was deleted from the store.
             shutil.rmtree(root)
         make_directory(root)
         place = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}

@@ -118,8 +118,9 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
     for before, after in zip(old, new, strict=False):
         # `grown_from` is the digest of a file before rows were appended to it.
         if before["digest"] not in {after["digest"], after.get("grown_from")}:
-            # The old file still exists, but a new file was added before it.
-            if after["digest"] not in old_digests and before["digest"] in new_digests:
+            is_new = after["digest"] not in old_digests
+            old_file_exists = before["digest"] in new_digests
+            if is_new and old_file_exists:
                 return (
                     f"the new input file {after['path']} sorts before {before['path']}: "
                     "rename it so that it comes last"

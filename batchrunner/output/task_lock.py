@@ -470,6 +470,7 @@ def hold_task(
                     run_dir.store.bring_results([run_dir.task])
             yield lock
     except TaskLockLostError:
+        # It is a StorageError too, and says already that the lock was lost.
         raise
     except (InputError, OutputError, ResumeError, StorageError) as failure:
         _raise_if_lost(lock, failure)

@@ -172,6 +172,7 @@ class ResultWriter:
 
         None without rows.
         """
+        # The buffered rows are due for the journal, and the rows of the journal for a part file.
         due_at = [self._oldest_at + self.durable_s * FLUSH_FRACTION] if self._buffer else []
         if self._part.rows:
             due_at.append(self._part_due_at(self._part))

@@ -187,7 +187,7 @@ class Report:
         if self.rows_resumed:
             counts.append(f"{self.rows_resumed:,} were done before")
         if self.rows_left:
-            # This worker has sent all rows that it could take.
+            # With these exit codes, this worker has sent all rows that it could take.
             if self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}:
                 hint = " to other workers"
             else:
@@ -224,7 +224,7 @@ class Report:
         failures = sum(incident["what"] in {"died", "hangs"} for incident in self.incidents)
         lines = [f"the engine died or hung {counted(failures, 'time')}"] if failures else []
         for incident in self.incidents:
-            # This incident records a restart with changed flags.
+            # An incident "healed" records a restart with changed flags.
             if incident["what"] == "healed":
                 new_flags = ", ".join(f"{name} {value}" for name, value in incident["new"].items())
                 lines.append(f"{incident['who']} was restarted with {new_flags}: {incident['why'][:150]}")
@@ -315,7 +315,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
         task=facts["job"].get("task", GENERATE),
         engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
     )  # fmt: skip
-    # A single worker has written a fuller report.json itself.
+    # A run of a single worker has a report.json already, which that worker wrote with more facts.
     if any(worker.task != MAIN_TASK for worker in workers):
         save_report(run_dir, report.as_dict())
     return report

@@ -188,7 +188,8 @@ class Adaptation:
         why = f"{command_line(step.args)}: {speed}: {outcome}"
         log.warning("%s: %s", server.name, why)
         server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
-        # Restart one server at a time. Each restart must still pay off in the remaining time.
+        # Restart one server at a time. Each restart must still pay off in the remaining time: by the gain of
+        # the new flags, or by the loss that it undoes.
         for restarted, args in restarts.items():
             if self._pays(restarted, abs(gain)):
                 restarted.adapt(args, f"{server.name} showed {1 + gain:.2f} x")

@@ -173,13 +173,13 @@ class RunSignals:
         if number not in SIGNALS:
             return
         reason, exit_code = SIGNALS[number]
-        must_stop_already = self._first is not None or self._control.reason is not None
+        was_stopping = self._first is not None or self._control.reason is not None
         self._on_loop(self._control.drain, reason, exit_code)
-        if number == signal.SIGINT and must_stop_already:  # a second Ctrl-C does not wait for rows
+        if number == signal.SIGINT and was_stopping:  # a second Ctrl-C does not wait for rows
             self._stop_at_once(reason)
         elif number in self._grace_s:
             self._after(self._grace_s[number], self._stop_at_once, reason)
-        if not must_stop_already:
+        if not was_stopping:
             self._first = reason, exit_code
             self._begin_to_stop(reason, self._grace_s.get(number))
 
@@ -220,7 +220,10 @@ class RunSignals:
         # A blocked event loop may not have passed the signal on to `_control`. So a new Control gets the
         # reason and the exit code of that signal from `_first`.
         stopped = Control()
-        stopped.drain(*self._first or (self._control.reason or "", self._control.exit_code))
+        if self._first is not None:
+            stopped.drain(*self._first)
+        else:
+            stopped.drain(self._control.reason or "", self._control.exit_code)
         if self._control.stage == "starting":
             ended = stopped.interrupted("before the first row was sent")
         else:

@@ -130,18 +130,19 @@ class CorpusFeeder:
         """Add, replace or remove a server's corpus. Raises CorpusRefusedError or an error of NOT_REACHED."""
         status, server = self._engine.status_of(url), self._servers[url]
         corpora = await _corpora_of(status)
-        own = [name for name in corpora if name.startswith(self._prefix)]
-        if len(own) < len(corpora):
+        own_corpora = [name for name in corpora if name.startswith(self._prefix)]
+        if len(own_corpora) < len(corpora):
             raise CorpusRefusedError("it has other corpora, with which the answers would share the budget")
-        # The server has lost its corpus, so somebody has restarted it.
-        if server.is_confirmed and not own:
+        if server.is_confirmed and not own_corpora:
+            # The server has lost its corpus, so somebody has restarted it.
             server.tokens_at_start = sample.output_tokens
-        server.is_confirmed = bool(own)
-        # Each scheduler of a server drafts only from its own outputs.
+        server.is_confirmed = bool(own_corpora)
+        # Each scheduler of a server drafts only from its own outputs, so its part of the run's output counts.
+        # If no load is known, each server counts as one scheduler.
         schedulers = max(len(sample.signals), len(self._engine.replicas))
         generated = (sample.output_tokens - server.tokens_at_start) // schedulers
         available = sum(map(len, answers)) // BYTES_PER_TOKEN
-        step = corpus_step(available, generated, loaded=sum(corpora[name] for name in own))
+        step = corpus_step(available, generated, loaded=sum(corpora[name] for name in own_corpora))
         if step == "add" and not await self._promises_gain(answers, available):
             return
         if step == "add":
@@ -156,7 +157,7 @@ class CorpusFeeder:
         if step == "remove":
             server.is_confirmed = False  # before the request, whose reply may be lost
         if step != "keep":  # a new corpus replaces the old one, because a corpus cannot grow
-            await _remove(status, own)
+            await _remove(status, own_corpora)
 
     async def _promises_gain(self, answers: Sequence[str], tokens: int) -> bool:
         """Replay the answers to tell whether a corpus would speed the run up.

@@ -228,8 +228,8 @@ class LeasedRows(TaskRows):
                 self._take_over(task)
             self._refresh()
         lease = self._take_free()
-        # A worker that holds leases may be dead, and its leases may become free. A worker with unfinished
-        # rows stays anyway, and can take over later.
+        # A lease may still become free while a worker that holds one may be dead. While this worker has
+        # unfinished rows, it stays in any case, so it can look again later.
         is_over = not self._rows_free and self._others.all_run and not self._unfinished()
         return lease, is_over
 
@@ -324,6 +324,7 @@ class LeasedRows(TaskRows):
                 stored = read_done(dead).rows
                 held = self._leases.held_by(task, held_by_others=self._others.leases_except(task))
                 unfinished = [(lease, lease.rows - stored) for lease in held]
+                # Only the worker that holds the lock may end the leases.
                 lock.verify()
                 for lease, rows in unfinished:
                     self._leases.end(lease, rows)
@@ -405,8 +406,8 @@ def join(
                 leases.refresh()  # another worker may just have made a plan
                 plans_before = len(leases.plans)
                 _plan(prepared, start, leases, control)
-                # No plan was written: every row is in a plan already.
                 if len(leases.plans) == plans_before:
+                    # No plan was written, because every row is in a plan already.
                     break
     assert leases.plan is not None
     _check_plan(leases, prepared)
@@ -450,6 +451,8 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
     main = prepared.run_dir.of_task()
     with hold_task(main, control.sleep) as lock:  # no run without --join may start meanwhile
         recover(main, lock, prepared.results_schema)
+        # If all plans have ended, each of their rows has a result. A result that is not visible yet would be
+        # planned again.
         expected_rows = leases.plan.rows_total if leases.plan and is_done else 0
         stored = _stored_by_all(main, expected_rows, control)
         leased = None if is_done else leases.rows()

@@ -23,7 +23,7 @@ import orjson
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Lease, rows_from_text, rows_to_text
-from batchrunner.input.sorted_copy import SortedCopy, remove_sorted_copies
+from batchrunner.input.sorted_copy import COPY_PREFIX, SortedCopy, remove_sorted_copies
 from batchrunner.output.files import create_file, make_directory
 from batchrunner.output.store import LOCAL, Store
 
@@ -53,7 +53,7 @@ class LeasePlan:
     """The order in which rows are sent, and the reason for it (fields of OrderDecision)."""
 
 
-SORTED = re.compile(r"leases/order-.*")
+SORTED = re.compile(f"leases/{COPY_PREFIX}.*")
 """Names of the sorted copies of the input, below the run's URI in an object store."""
 
 
@@ -246,12 +246,13 @@ class Leases:
         return self.directory / name
 
     def _count(self, number: int) -> int:
-        """Return how many rows of a lease its present holder has, or its next holder will get."""
+        """Return the number of rows of a lease: those of its holder, or of the next one if it is free."""
         plan, positions = self._places[number]
         turn = self._turn(number)
         if turn:
             return len(self._rows(number, turn))
-        # In a sorted copy each position is one row, so the rows need not be read to count them.
+        # In a sorted copy (`plan.order`) each position is one row, so the rows are counted without reading
+        # them.
         if plan.order:
             return len(positions)
         return plan.rows.range_cardinality(positions.start, positions.stop)

@@ -160,7 +160,8 @@ class LocalWorkers:
             return
         error = _error_of(code, output, errors)
         if self._worst is None or str(error) != str(self._worst):
-            log.warning("a process ended: %s", error)
+            others = ", and the others take over its rows" if self._processes else ""
+            log.warning("a process ended%s: %s", others, error)
         if self._worst is None or error.exit_code > self._worst.exit_code:
             self._worst = error
 
@@ -172,11 +173,12 @@ def _error_of(code: int, output: IO[bytes], errors: IO[bytes]) -> BatchrunError:
     """
     output.seek(0)
     errors.seek(0)
+    # With --json, a process prints its report or its error. It prints nothing if it was killed.
     result: dict[str, Any] = {}
     with contextlib.suppress(ValueError):
         result = json.loads(output.read())
     if code < 0:
-        message, hint = f"signal {-code} killed it, and the others take over its rows", None
+        message, hint = f"signal {-code} killed a process of the run", None
     elif "error" in result:
         message, hint = result["error"]["message"], result["error"]["hint"]
     else:

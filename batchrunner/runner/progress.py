@@ -72,6 +72,7 @@ def _load_parts(sample: RunSample) -> list[str]:
     if not loads:
         return ["load unknown"]
     healthy = ""
+    # The range of the first scheduler stands for all: they are usually alike.
     if loads[0].scheduler in sample.bands:
         low, high = sample.bands[loads[0].scheduler]
         healthy = f" ({low:,}-{high:,}{' each' if len(loads) > 1 else ''})"
@@ -82,10 +83,10 @@ def _load_parts(sample: RunSample) -> list[str]:
         f"#queue-req {sum(load.queue for load in loads):,}{healthy}",
         f"usage {usage}",
     ]
-    # The event log may come from another version of batchrunner, with other states than in `Corner`.
-    corners = Counter(load.corner for load in loads if load.corner in set(Corner))
-    for corner, count in corners.most_common():
-        words = Corner(corner).words
+    # The event log may come from another version of batchrunner, with load states that `Corner` lacks.
+    load_states = Counter(load.corner for load in loads if load.corner in set(Corner))
+    for load_state, count in load_states.most_common():
+        words = Corner(load_state).words
         parts.append(words if count == len(loads) else f"{words} ({count} of {len(loads)})")
     return parts
 

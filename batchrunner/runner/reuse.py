@@ -22,7 +22,7 @@ from batchrunner.core.types import CHECK, PARSE, Request, rows_of_column
 from batchrunner.input.dataset import DatasetReader
 from batchrunner.input.parquet_copy import in_chunks
 from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
-from batchrunner.input.sorted_copy import connect, insert
+from batchrunner.input.sorted_copy import COPY_PREFIX, connect, insert
 from batchrunner.job.answers import judges_by_row
 from batchrunner.job.output import CUT
 from batchrunner.output.arrow_arrays import arrow_array, shown_values
@@ -165,7 +165,7 @@ class Reuse:
         part_rows = self._prepared.job.output.part_rows
         chunk_rows = min(CHUNK_ROWS, part_rows)
         # If this process is killed, the name of the directory makes the next sort of rows delete it.
-        work = run_dir.task_directory / "order-reuse"
+        work = run_dir.task_directory / f"{COPY_PREFIX}reuse"
         shutil.rmtree(work, ignore_errors=True)
         with writing(work), ExitStack() as stack:
             make_directory(work)
@@ -230,8 +230,11 @@ class Reuse:
             parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
         )
         stored.create_view("stored")
+        # Join the requests of this run with the stored answers of equal requests. Truncated answers are left
+        # out, unless this job keeps them.
         insert(database, "asked", _ASKED, self._requests(selected, missing))
-        database.execute(_JOIN.format(good=_ALL if prepared.answers.on_length == "keep" else _UNCUT))
+        condition = _ALL if prepared.answers.on_length == "keep" else _UNCUT
+        database.execute(_JOIN.format(good=condition))
         with closing(DatasetReader(prepared.dataset, prepared.renderer.columns)) as reader:
             for answers in database.sql(_ANSWERS).to_arrow_reader(chunk_rows):
                 position = 0

@@ -99,13 +99,14 @@ async def execute(
     displays: Sequence[Display] = (),
     control: Control | None = None,
     account: Account | None = None,
+    rank: str = "",
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
     Without an open `engine`, the job's own engine is opened and closed. With `join`, this worker shares the
     rows with all other workers that join. With `sample`, only the rows in it are sent. The runs of an
-    `account` share its part of the open `engine`; a run without one has an account of its own. Raises
-    BatchrunError if the run could not start or go on; finished rows are kept.
+    `account` share its part of the open `engine`, in the order of their `rank`; a run without an account has
+    one of its own. Raises BatchrunError if the run could not start or go on; finished rows are kept.
     """
     start = StartOptions(fresh=fresh, retry_failed=retry_failed, join=join, sample=sample)
     control = control or Control()
@@ -132,6 +133,7 @@ async def execute(
             """Return the engine that was passed, or else open the job's own. Check that it can do the job."""
             opened = engine
             if opened is None:
+                # For a batch file, `model_task` reads the input, which may block.
                 task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
                 with engine_starting(run_dir):
                     opened = await open_engine_of(
@@ -184,6 +186,7 @@ async def execute(
                 control=control,
                 displays=displays,
                 account=None if engine is None else account or Account(),
+                rank=rank,
             )
             return await run.send_and_report()
 
@@ -304,6 +307,8 @@ class Run:
     displays: Sequence[Display]
     account: Account | None
     """Owner of the run, for a fair division of a shared engine. None if no other run can use the engine."""
+    rank: str
+    """Place of the run among the runs of its account; see `SendingRun`."""
     began: float = field(default_factory=time.monotonic)
     """Time at which this start of the run began, on the monotonic clock."""
 
@@ -423,6 +428,7 @@ class Run:
             adaptation=self._adaptation(load_control),
             corpora=self._corpora(load_control),
             account=self.account,
+            rank=self.rank,
         )
 
     def _adaptation(self, load_control: LoadControl) -> Adaptation | None:
@@ -532,12 +538,13 @@ class Run:
         work, info = self.work, self.engine.info
         report = make_report(self.prepared.run_dir, work.done_before, work.rows.total, work.counts)
         held = unheld = 0
-        # The exit code depends on whether other workers do the remaining rows.
+        # If this worker did not fail, its exit code depends on whether other workers do the remaining rows.
         if end.failure is None:
             with contextlib.suppress(OSError, BatchrunError):
                 held, unheld = work.rows.held_elsewhere()
         # If rows of this worker remain, only those are reported.
-        report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
+        rows_of_others = 0 if report.rows_left else held + unheld
+        report = replace(report, rows_of_others=rows_of_others)
         verdict = self._verdict(report, end, held=held, unheld=unheld)
         if not end.is_on_disk:
             report = self._counted_on_disk(report)
@@ -575,6 +582,7 @@ class Run:
         `held` is the number of remaining rows that other living workers will do, and `unheld` the number of
         rows that nobody will do.
         """
+        # A signal, a limit or a caller may have stopped this start.
         control = self.control
         stop = None
         if control.reason is not None:
@@ -592,14 +600,15 @@ class Run:
             added_files=end.added_files,
         )
         if self.start.join and not run_end.is_cut_short:
-            run_end = self._end_of_run(run_end)
+            run_end = self._over_all_workers(run_end)
         return verdict_of(run_end)
 
-    def _end_of_run(self, end: RunEnd) -> RunEnd:
-        """Return how a shared run ended, for a worker that has done its rows.
+    def _over_all_workers(self, end: RunEnd) -> RunEnd:
+        """Replace the counts in `end` by those over all workers of a shared run; this worker's rows are done.
 
-        The last worker reads the results of all workers, so that its exit code is that of the whole run. In
-        an object store it would have to fetch all results, so there its exit code is that of its own rows.
+        Only the last worker can do so, by reading the results of all, so that its exit code is that of the
+        whole run. In an object store it would have to fetch all results, so there its exit code is that of
+        its own rows.
         """
         run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
         if end.rows_held or run_dir.store.uri:

@@ -192,6 +192,7 @@ class Sending:
         adaptation: Adaptation | None = None,
         corpora: CorpusFeeder | None = None,
         account: Account | None = None,
+        rank: str = "",
     ) -> None:
         """Build the parts through which rows and load samples pass, in this order.
 
@@ -213,6 +214,7 @@ class Sending:
         - `adaptation`: tunes the servers' flags during the run; None if the flags stay.
         - `corpora`: gives servers earlier answers for n-gram speculation.
         - `account`: the account to which the rows are charged; None if no other run can use the engine.
+        - `rank`: the place of the run among the runs of its account.
 
         Raises CannotTokenizeError if the job needs client-side tokenization that is not possible.
         """
@@ -293,7 +295,7 @@ class Sending:
             )
 
         # load samples: engine → windows → progress → display and event log (`_polled`)
-        self._run = SendingRun(routes, self._backlog, events)
+        self._run = SendingRun(routes, self._backlog, events, rank)
         self.progress = AttemptProgress(
             rows=rows,
             done=done_before or DoneRows(),

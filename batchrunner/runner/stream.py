@@ -575,9 +575,11 @@ class StreamCall:
         Return None if the program has no rows. `stack` ends the job's Python functions. Raises InputError if
         no row can be used.
         """
+        # A text in place of a batch is the error of a row that cannot be used. It has no columns, so rows are
+        # taken until there is a batch.
         first: list[pa.RecordBatch | str] = []
         readable = None
-        while readable is None:  # a row that cannot be used has no columns
+        while readable is None:
             batches = take_batches(buffer, len(first), most=1)
             if not batches and first:
                 raise InputError(str(first[0]))

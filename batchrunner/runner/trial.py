@@ -78,19 +78,22 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
     run.
     """
     decodes = [batch for _, batch in passes if batch.decode]
-    prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
-    graphs = [batch.graph for batch in decodes if batch.graph is not None]
-    steps = LOG_INTERVAL * len(decodes)  # the server logs one of LOG_INTERVAL decode passes
+    prefill_tokens = [batch.new_tokens for _, batch in passes if not batch.decode]
+    uses_graph = [batch.graph for batch in decodes if batch.graph is not None]
+    prefills = len(prefill_tokens)
+    # The server logs every prefill pass, but only every LOG_INTERVAL-th decode pass.
+    decode_passes = LOG_INTERVAL * len(decodes)
     figures: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
+        # Each scheduler (rank) logs its own requests. `running` is the number of all of them.
         ranks = len({rank for rank, _ in passes})
         figures["running"] = round(ranks * fmean(batch.running for batch in decodes), 1)
         figures["usage"] = round(fmean(batch.usage for batch in decodes), 3)
     return figures | {
-        "tokens_per_pass": round(tokens / (steps + len(prefilled)), 3) if passes else None,
-        "prefill_per_pass": round(fmean(prefilled), 1) if prefilled else None,
-        "decodes_per_prefill": round(steps / len(prefilled), 2) if prefilled else None,
-        "graph_off_share": round(graphs.count(False) / len(graphs), 3) if graphs else None,
+        "tokens_per_pass": round(tokens / (decode_passes + prefills), 3) if passes else None,
+        "prefill_per_pass": round(fmean(prefill_tokens), 1) if prefills else None,
+        "decodes_per_prefill": round(decode_passes / prefills, 2) if prefills else None,
+        "graph_off_share": round(uses_graph.count(False) / len(uses_graph), 3) if uses_graph else None,
     }
 
 
@@ -294,9 +297,10 @@ class MeasuringEngine(ObservedEngine):
         signs = replace(result.signs, **signs_of_log, repeated=round(words_a_step(self._answers), 2))
         facts = server_facts(_lines(log), self.args)
         limits = ServerReady(signs.pool_tokens, info.prefill_tokens, signs.max_running)
-        # With `--enable-mixed-chunk`, prefill passes decode too, and the log does not count their tokens.
-        mixes = bool(self.args.get(name_in(self.args, "enable-mixed-chunk")))
-        rate = None if mixes else output_rate(passes)
+        # With `--enable-mixed-chunk`, prefill passes decode too, and the log does not count their tokens. So
+        # the log gives no rate.
+        prefills_decode = bool(self.args.get(name_in(self.args, "enable-mixed-chunk")))
+        rate = None if prefills_decode else output_rate(passes)
         return replace(
             result,
             # Without a rate in the log, the rate of the answers counts.

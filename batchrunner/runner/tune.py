@@ -236,12 +236,13 @@ def _search(
         # reuse these trials.
         "signs": [sign.name for sign in fields(TrialSigns)],
     }
-    job_args = {**engine.args, **numbers_in(engine.env)}
+    # Some environment variables of SGLang are numbers that are tuned like flags.
+    job_flags = {**engine.args, **numbers_in(engine.env)}
     history = TrialHistory(
-        Memory(directory / "trials.jsonl"), hashlib.sha256(key_of(facts)).hexdigest(), job_args
+        Memory(directory / "trials.jsonl"), hashlib.sha256(key_of(facts)).hexdigest(), job_flags
     )
     trials = TrialRunner(job, engine, sample, directory)
-    search = Search(job_args, machine)
+    search = Search(job_flags, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spent_s = runner.run(run_search(search, history, trials.run, budget_s))
     return summarize(search, machine, source=source, sample=str(sample), spent_s=spent_s)

@@ -84,7 +84,8 @@ def _affordable(prepared: PreparedJob) -> int:
 
 def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `blocks` blocks, which are spread evenly over the rows in the job's order."""
-    # `positions` are the ascending positions of the wanted rows in `batches`.
+    # Each block is a range of positions in the job's order. `positions` are the ascending positions of the
+    # sample's rows in `batches`, the rows that are read.
     spread = spread_blocks(len(rows), blocks=blocks, size=BLOCK_ROWS)
     positions: Sequence[int] = [position for block in spread for position in block]
     path = None
@@ -92,7 +93,7 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
         path, _ = prepare_order(prepared, rows, directory, writer="tune", check_stop=lambda: None)
     if path is not None:
         batches = SortedCopy(path).read(rows)
-    else:  # in input order, only rows of the blocks are read
+    else:  # in input order, only rows of the blocks are read, so all of these rows are in the sample
         rows = BitMap64().union(*(rows[block.start : block.stop] for block in spread))
         positions = range(len(rows))
         batches = prepared.dataset.read(rows, prepared.renderer.columns)

@@ -105,6 +105,8 @@ class WorkFinder:
             recover(run_dir, self.lock, prepared.results_schema)
             stored = read_done(run_dir)
         plan = plan_run(self.start, RunState.of(prepared.selected(self.control.check), stored))
+        # The failed rows of earlier starts are sent again, so they are no longer done.
+        done_before = stored.without_failed() if plan.discard == "failed rows" else stored
         discard, counts = plan.discard, RowCounts()
         if reuse is not None and plan.missing:
             # `take` stores answers, so the old results are discarded before the first of them.
@@ -118,6 +120,7 @@ class WorkFinder:
             plan, counts = plan.with_reused(reused), reuse.counts
             if reused:
                 discard = "nothing"  # `before_first` has already discarded the old results
+        # An earlier start may have left a copy of the rows in the order of their prompts.
         directory = run_dir.task_directory
         copy, order = find_sorted_copy(prepared, plan.rows, directory) or prepare_order(
             prepared, plan.rows, directory, writer=self.lock.token, check_stop=self.control.check
@@ -127,7 +130,7 @@ class WorkFinder:
             rows_of_run=len(plan.selected),
             order=order,
             counts=counts,
-            done_before=stored.without_failed() if plan.discard == "failed rows" else stored,
+            done_before=done_before,
             discard=discard,
         )
 

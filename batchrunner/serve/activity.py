@@ -32,8 +32,8 @@ class Activity:
 
     def __init__(self) -> None:
         """Begin without batches and without load samples."""
-        self.running: dict[str, RunSample] = {}
-        """Newest state of each batch that uses the engine, by batch ID, the oldest batch first."""
+        self.runs: dict[str, RunSample] = {}
+        """Newest state of each batch that uses the engine, by batch ID, the oldest run first."""
         self._points = deque[LoadPoint](maxlen=MOST_POINTS)
 
     def update(self, batch_id: str, sample: RunSample, now: float) -> None:
@@ -41,11 +41,11 @@ class Activity:
 
         At most every 5 s, this also adds a sample of the engine's load.
         """
-        self.running[batch_id] = sample
+        self.runs[batch_id] = sample
         # The difference is negative if the clock was set back.
         if self._points and 0 <= now - self._points[-1].time < POINT_EVERY_S:
             return
-        runs, schedulers = self.running.values(), sample.signals
+        runs, schedulers = self.runs.values(), sample.signals
         self._points.append(
             LoadPoint(
                 time=round(now, 1),
@@ -59,7 +59,7 @@ class Activity:
 
     def end(self, batch_id: str) -> None:
         """Forget a batch that no longer uses the engine."""
-        self.running.pop(batch_id, None)
+        self.runs.pop(batch_id, None)
 
     def load_since(self, since: float) -> dict[str, list[float | None]]:
         """Return the load samples after the Unix time `since`, as one list for each field of LoadPoint."""

@@ -114,8 +114,7 @@ class Batches:
         """What stops each unfinished batch, and its asyncio task, by ID of the batch."""
         self.activity = Activity()
         self._owners = owners
-        most_running = max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // owners.count)
-        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most_running))
+        self._turns = defaultdict[str, asyncio.Semaphore](self._new_turns)
         """Semaphore of each owner, which limits the owner's running batches."""
         self._whole_file = asyncio.Lock()
         """Held while the whole file of a batch is validated or its results are written. Both take much
@@ -135,8 +134,9 @@ class Batches:
     async def cancel(self, batch: Record) -> None:
         """Cancel a batch and its requests in flight."""
         control, _ = self._running[batch["id"]]
-        control.stop(CANCELLED)
+        # If the disk is full, the call fails, and the batch must go on.
         await self._state.save(BATCHES, batch, status="cancelling", cancelling_at=now())
+        control.stop(CANCELLED)
 
     async def engine_answers(self) -> bool:
         """Tell whether a server of the engine answers now."""
@@ -153,6 +153,11 @@ class Batches:
         ends = asyncio.gather(*(task for _, task in self._running.values()), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ends, TERM_DRAIN_S)
+
+    def _new_turns(self) -> asyncio.Semaphore:
+        """Return the semaphore of an owner who has had no batch yet."""
+        # SIGHUP may change the number of owners.
+        return asyncio.Semaphore(max(MOST_RUNNING_OF_OWNER, MOST_RUNNING // len(self._owners.names)))
 
     async def _run_to_end(self, batch: Record, control: Control) -> None:
         """Run a batch until it has a final status; resume it after a pause when it is interrupted."""
@@ -189,9 +194,7 @@ class Batches:
                     unfinished = self._state.unfinished_batches(_owner_of(batch))
                     other_batches = [each for each in unfinished if each is not batch]
                     await asyncio.to_thread(self._validate, batch, other_batches)
-                # A batch that is being cancelled keeps the status `cancelling`.
-                changes = {} if control.reason == CANCELLED else {"status": "in_progress"}
-                await self._state.save(BATCHES, batch, in_progress_at=now(), **changes)
+                await self._state.save(BATCHES, batch, status="in_progress", in_progress_at=now())
             await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
@@ -233,6 +236,8 @@ class Batches:
             engine=self._engine,
             control=control,
             account=self._owners.account_of(_owner_of(batch)),
+            # IDs sort by age. After a restart, an old batch may be ready later than a new one.
+            rank=batch["id"],
         )
         # The report has exact counts. Those of the last progress may be a second old.
         batch["request_counts"] = request_counts(
@@ -297,13 +302,15 @@ class Batches:
         """
         names = {kind: f"{batch['id'].replace('batch_', 'file-')}-{kind}" for kind in ("output", "error")}
         output, error = (self._state.path_of(FILES, name) for name in names.values())
-        # If the batch ended early: its lines, each with the error that it gets if it has no answer.
-        unanswered = None
+        # If the batch ended early: all its lines, each with the error that it gets if it has no answer.
+        errors_if_unanswered = None
         if reason is not None:
             lines = self._lines(batch)
-            unanswered = ((request.get(CUSTOM_ID), problem or reason) for _, request, problem in lines)
+            errors_if_unanswered = (
+                (request.get(CUSTOM_ID), problem or reason) for _, request, problem in lines
+            )
         run = RunDir(self._state.path_of(BATCHES, batch["id"]))
-        published = await asyncio.to_thread(publish, run, output, error, unanswered=unanswered)
+        published = await asyncio.to_thread(publish, run, output, error, unanswered=errors_if_unanswered)
         if published is None:
             raise BatchrunError("results of some lines are missing")
         counts = request_counts(

@@ -101,10 +101,11 @@ class FilesApi:
                 fields["file"] = (part.filename or "upload").encode(errors="replace").decode()
             else:
                 fields[str(part.name)] = await part.text()
-        # Fields such as `expires_after[seconds]` become mappings.
+        # Fields such as `expires_after[seconds]` become mappings. In Azure's examples, this field is
+        # `expires_after.seconds`.
         for name in [*fields]:
-            outer, bracket, inner = name.partition("[")
-            if bracket:
+            outer, dot, inner = name.replace("[", ".").partition(".")
+            if dot:
                 fields.setdefault(outer, {})[inner.removesuffix("]")] = fields.pop(name)
         return fields
 

@@ -151,11 +151,6 @@ class Owners:
         """Names of the owners. Without a file of keys, there is one owner, with an empty name."""
         return [owner.name for owner in self._owners]
 
-    @property
-    def count(self) -> int:
-        """Number of owners."""
-        return len(self._owners)
-
     def read_again(self) -> None:
         """Read the file of keys again. If it is wrong, log one line and keep the old keys."""
         assert self._keys is not None
@@ -164,7 +159,7 @@ class Owners:
         except JobError as failure:
             log.warning("%s; the old keys stay in force", failure)
             return
-        log.warning("--keys %s: read again, %d owners", self._keys, self.count)
+        log.warning("--keys %s: read again, %d owners", self._keys, len(self._owners))
         # Accounts that do not exist yet will get the new limits.
         for owner in self._owners:
             if owner.name in self._accounts:
@@ -219,13 +214,13 @@ class Owners:
     def check_limits(self, owner: Owner, batches: list[Record]) -> None:
         """Raise ApiError if an owner with these unfinished `batches` may not create another one."""
         self._start_day()
-        if self.has_key_file and self.account_of(owner.name).is_paused:
+        if self.account_of(owner.name).is_paused:
             raise ApiError(
                 429,
                 f"You used all of your {owner.max_tokens_per_day} tokens of this day (UTC).",
                 code=QUOTA,
                 # The number of tokens is reset at midnight (UTC).
-                retry_after_s=DAY_S - int(time.time()) % DAY_S,
+                retry_after_s=seconds_left_of_day(),
             )
         # The number of requests is unknown until the file is validated, but a batch has at least one.
         excess = self.excess_of_queue(owner.name, batches, new=1)
@@ -281,6 +276,11 @@ def queued_requests(batch: Record) -> int:
     """Return the number of requests of a batch that have no result yet."""
     counts: dict[str, Any] = batch["request_counts"]
     return int(counts["total"] - counts["completed"] - counts["failed"])
+
+
+def seconds_left_of_day() -> int:
+    """Return the seconds until midnight (UTC), rounded up to at least 1."""
+    return DAY_S - int(time.time()) % DAY_S
 
 
 def _today() -> str:

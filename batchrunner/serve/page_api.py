@@ -68,7 +68,7 @@ class PageApi:
     def _running(self, owner: Owner) -> list[Record]:
         """Return the running batches of an owner, each with the state of its run."""
         running = []
-        for name, sample in self._activity.running.items():
+        for name, sample in self._activity.runs.items():
             batch = self._state.records[BATCHES][name]
             if owner.may_see(batch):
                 running.append({

@@ -31,12 +31,14 @@ from batchrunner.serve.batches import RETRY_S, Batches
 from batchrunner.serve.batches_api import BatchesApi
 from batchrunner.serve.files_api import FilesApi
 from batchrunner.serve.metrics_api import MetricsApi
-from batchrunner.serve.owners import ONLY_OWNER, Owner, Owners
+from batchrunner.serve.owners import ONLY_OWNER, Owner, Owners, seconds_left_of_day
 from batchrunner.serve.page_api import PageApi
 from batchrunner.serve.records import OWNER_OF_CALL, Records
 from batchrunner.serve.state import State
 
 log = logging.getLogger(__name__)
+http_log = logging.getLogger(f"{__name__}.http")
+"""Log of aiohttp's server."""
 
 API_KEY_VARIABLE = "BATCHRUN_API_KEY"
 """Environment variable with the API key that clients must send."""
@@ -48,7 +50,7 @@ balancers and orchestrators, which have no key."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
-"""Interval, in seconds, at which expired files are deleted and used tokens are saved."""
+"""Maximum interval, in seconds, at which expired files are deleted and used tokens are saved."""
 
 
 class Api:
@@ -102,6 +104,9 @@ class Api:
         ]
         for method, path, handler in handlers:
             app.router.add_route(method, path, handler)
+            if method == "GET":
+                # Some monitors check health by HEAD.
+                app.router.add_route("HEAD", path, handler)
         return app
 
     @web.middleware
@@ -183,8 +188,20 @@ def _check_options(directory: Path, *, host: str, key: str, keys: Path | None) -
         raise JobError(f"--dir {directory}: is a URI", hint="give a directory")
 
 
+def _is_no_bad_request(record: logging.LogRecord) -> bool:
+    """Tell whether a record of `http_log` is about anything but a request that is no valid HTTP.
+
+    The client gets the error of such a request. The error quotes the request, perhaps with an API key, so it
+    must not be logged.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 async def _sweep_until(stop_event: asyncio.Event, state: State, owners: Owners) -> None:
-    """Delete expired files and save the used tokens, once a minute, until the event is set."""
+    """Delete expired files and save the used tokens, once a minute and at midnight, until the event is set.
+
+    At midnight (UTC), this resets the used tokens of the day, so that paused batches resume.
+    """
     while not stop_event.is_set():
         try:
             await state.delete_expired()
@@ -192,7 +209,7 @@ async def _sweep_until(stop_event: asyncio.Event, state: State, owners: Owners) 
         except StorageError as failure:
             log.warning("%s; the next try is in %g s", failure, SWEEP_S)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop_event.wait(), SWEEP_S)
+            await asyncio.wait_for(stop_event.wait(), min(SWEEP_S, seconds_left_of_day()))
 
 
 async def serve(
@@ -258,7 +275,8 @@ async def serve(
             most_bytes=most_bytes,
             most_files=most_files,
         )
-        runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1)
+        http_log.addFilter(_is_no_bad_request)
+        runner = web.AppRunner(api.application(), access_log=None, logger=http_log, shutdown_timeout=1)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         with using_run(address):

@@ -113,9 +113,12 @@ class State:
     async def save(self, kind: str, record: Record, **changes: Any) -> Record:
         """Add or change a record; return it. Raises StorageError.
 
-        A batch with a final status stays as it is: a client may cancel it just when it ends.
+        A batch with a final status stays as it is: a client may cancel it just when it ends. A batch that is
+        being cancelled keeps the status `cancelling` until it gets a final one.
         """
         async with self._changing:
+            if record["status"] == "cancelling" and changes.get("status") not in FINAL_STATUSES:
+                changes.pop("status", None)
             if record["status"] not in FINAL_STATUSES:
                 await self._write(kind, record, changes)
         return record

@@ -209,8 +209,8 @@ def slots_per_request(arguments: Mapping[str, Any]) -> int:
     """Return the number of state slots that a running request takes, from a server's resolved arguments."""
     if arguments.get("disable_radix_cache"):
         return 1
-    # Any other strategy takes 3 slots.
     strategy = str(arguments.get("mamba_radix_cache_strategy"))
+    # A strategy that is not in the table takes 3 slots.
     slots = _SLOTS.get(strategy, 3)
     # Without the overlap schedule, this strategy needs one slot less.
     if strategy == "extra_buffer" and arguments.get("disable_overlap_schedule"):

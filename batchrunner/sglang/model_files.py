@@ -176,7 +176,7 @@ def check_on_hub(spec: ServerEngine) -> None:
 
 def _looks_elsewhere(spec: ServerEngine) -> bool:
     """Tell whether a server may find its model in a place that this process does not know."""
-    # The files are then copied from a local directory. The copying code reports missing files itself.
+    # With `cache_dir`, the files are copied from another directory. The copying code reports missing files.
     if spec.cache_dir is not None:
         return True
     has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ

@@ -82,7 +82,7 @@ def steps_for(
         would_run = advice.evidence.get("would_run")
         if would_run:
             doublings = max(doublings, math.log2(would_run / situation.server.running))
-        # A predicted speedup tells more than the size of the change.
+        # If a speedup is predicted, it counts instead of the size of the change.
         if speedup := advice.evidence.get("speedup"):
             doublings = math.log2(speedup)
         gain = gains.get(name, EXPECTED * doublings)

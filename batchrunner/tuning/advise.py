@@ -85,7 +85,7 @@ class AdviceReport:
         rate = load.median("rate")
         figures = [
             f"median #running-req {load.median('running'):.0f}",
-            f"#queue-req {load.median('queue'):.0f} (0 in {share(load.samples, 'empty'):.0%})",
+            f"#queue-req {load.median('queue'):.0f} (0 in {share(load.samples, 'empty'):.0%} of samples)",
             f"token usage {load.median('usage'):.2f}",
             counted(self.situation.retractions, "retraction"),
         ]

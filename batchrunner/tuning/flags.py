@@ -108,9 +108,9 @@ USUAL_CHUNK = 8192
 """`--chunked-prefill-size`, in tokens, that SGLang's tuning guides assume. A larger chunk needs more free
 memory."""
 CHUNK_GB_A_TOKEN = 1.5 / 1024
-"""Memory for activations of a prefill chunk, in GB per token (SGLang's memory_hook)."""
+"""Memory for activations of a prefill chunk, in GB per token. The value is from SGLang's memory_hook.py."""
 GRAPH_GB_A_REQUEST = 2 / 1024
-"""Memory of a decode graph, in GB per request (SGLang's memory_hook)."""
+"""Memory of a decode graph, in GB per request of its batch. The value is from SGLang's memory_hook.py."""
 USUAL_CAPTURED = 160
 """Assumed largest batch with a CUDA graph, in requests, if the server's log does not report it (SGLang's
 tuning guides: "typically 160-256")."""
@@ -207,7 +207,7 @@ FRACTIONS = (0.8, 0.7, 0.6)
 """Steps down of `--mem-fraction-static`: two from SGLang's tuning guides, and one more for a GPU that other
 programs use too."""
 FRACTION_STEP = 0.01
-"""Step up of `--mem-fraction-static` in SGLang's tuning guides."""
+"""Amount by which SGLang's tuning guides raise `--mem-fraction-static` at a time."""
 HIGHEST_FRACTION = 0.95
 """Maximum `--mem-fraction-static` that is tried."""
 ROOM_STEP = 0.05
@@ -234,8 +234,8 @@ NGRAM = "speculative-algorithm"
 CORPUS_FLAG = "speculative-ngram-external-sam-budget"
 """Flag for the number of drafted tokens that come from an external corpus."""
 LEAST_SPEEDUP = 1.3
-"""N-gram speculation is tried if the output rate should rise by at least this factor. The prediction leaves
-out the CPU time in which SGLang looks up drafts."""
+"""N-gram speculation is tried if its predicted output rate is at least this factor higher. The prediction
+leaves out the CPU time in which SGLang looks up drafts."""
 BYTES_OF_16_BITS = 2
 """Number of bytes of a number in the KV cache of an unquantised model."""
 TOKENIZERS = 4
@@ -324,14 +324,14 @@ def _good_fraction(server: Server) -> list[float]:
     It also leaves room for the weights and a useful KV pool. The list is empty if this value would move the
     flag in the wrong direction.
     """
-    present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
-    if present is None or spare_gb is None or not card:
+    present, spare_gb, card_gb = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
+    if present is None or spare_gb is None or not card_gb:
         return []
     # Free memory beyond the amount that SGLang's guides advise.
     surplus_gb = spare_gb - server.band.good
     is_raise = surplus_gb > 0
     # Rounded down, so that at least the advised memory stays free. Negative if too little memory is free.
-    steps = math.floor(surplus_gb / card / FRACTION_STEP)
+    steps = math.floor(surplus_gb / card_gb / FRACTION_STEP)
     if is_raise:
         # Callers ask for a larger fraction only if far more memory is free than advised, so one step is safe.
         steps = max(1, steps)
@@ -349,8 +349,12 @@ def _higher_fraction(server: Server) -> list[float]:
     SGLang's tuning guides (2.5 of 5 GB). Servers on an H200 took 2.0 to 2.5 GB more once they were ready
     (docs/benchmarks.md).
     """
-    present, spare_gb, card = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb or 0.0
-    if present is None or spare_gb is None or spare_gb - FRACTION_STEP * card < server.band.low / 2:
+    present, spare_gb = server.now("mem-fraction-static"), server.spare_gb
+    card_gb = server.facts.card_gb or 0.0
+    if present is None or spare_gb is None:
+        return []
+    spare_after_step_gb = spare_gb - FRACTION_STEP * card_gb
+    if spare_after_step_gb < server.band.low / 2:
         return []
     advised = _good_fraction(server) if spare_gb > server.band.high else []
     fractions = dict.fromkeys([*advised, round(present + FRACTION_STEP, 3)])
@@ -462,11 +466,11 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     if pool is None or not share or server.running < 1:
         return 0
     # A request takes these fractions of the two pools' common memory, for its states and for its tokens.
-    states = per_request * size * share / pool.slots
-    tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
-    most_in_both = 1 / (states + tokens)
+    share_for_states = per_request * size * share / pool.slots
+    share_for_tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
+    most_in_both = 1 / (share_for_states + share_for_tokens)
     # The state pool gets at most the fraction MOST_STATES of the memory.
-    most_with_states = MOST_STATES / states
+    most_with_states = MOST_STATES / share_for_states
     return int(min(most_in_both, most_with_states, MOST_RUNNING)) * per_request
 
 
@@ -485,8 +489,10 @@ def state_args(
     sets_running = without_cache and server.facts.number("max_running_requests")
     if server.facts.sizes_states or sets_running:
         return {"max-mamba-cache-size": int(as_flag(server.facts, "max-mamba-cache-size", slots))}
-    # One slot more is counted, so that rounding leaves at least `slots`.
-    new_share = (slots + 1) * size * (server.facts.state_share or 0.0) / pool.slots
+    # Share of both pools' memory that the state pool takes now, and will take. It grows with the number of
+    # slots and with the size of a state. One slot more is counted, so that rounding leaves at least `slots`.
+    present_share = server.facts.state_share or 0.0
+    new_share = (slots + 1) * size * present_share / pool.slots
     # The flag is the memory of the state pool, divided by that of the KV pool.
     ratio = new_share / (1 - new_share)
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
@@ -652,9 +658,10 @@ def _other_layouts(server: Server) -> list[int]:
     facts, sizes = server.facts, []
     if facts.attn_dp != 1:
         return []
-    # With half as many GPUs, each holds twice its present share of the weights.
-    more_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
-    if facts.tp > 1 and least_fraction(facts) + more_weights < HIGHEST_FRACTION:
+    # With half as many GPUs, each holds twice its present share of the weights. This is the fraction of its
+    # memory that the second share takes.
+    further_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
+    if facts.tp > 1 and least_fraction(facts) + further_weights < HIGHEST_FRACTION:
         sizes.append(facts.tp // 2)
     # A replica of twice the size needs as many idle GPUs as it has now.
     if facts.idle_gpus >= facts.gpus:
@@ -1322,14 +1329,16 @@ def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str,
     Empty if too little memory would remain for the weights and a useful KV pool.
     """
     args = next_setting(sign, name, server, flags)
-    # The value may take memory that is free beyond the guides' minimum. The KV pool gives the rest.
+    # The value may take memory that is free beyond the minimum in SGLang's tuning guides. The KV pool gives
+    # the rest.
     missing_gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
     if server.spare_gb is not None:
         missing_gb -= max(0.0, server.spare_gb - server.band.low)
-    present, card = server.now("mem-fraction-static"), server.facts.card_gb
-    if server.facts.on_cpu or present is None or not card or missing_gb <= 0:
+    present, card_gb = server.now("mem-fraction-static"), server.facts.card_gb
+    if server.facts.on_cpu or present is None or not card_gb or missing_gb <= 0:
         return args
-    target = round(present - math.ceil(100 * missing_gb / card) / 100, 3)
-    if not args or target <= least_fraction(server.facts):
+    # The fraction falls by whole hundredths, rounded up.
+    lower_fraction = round(present - math.ceil(100 * missing_gb / card_gb) / 100, 3)
+    if not args or lower_fraction <= least_fraction(server.facts):
         return {}
-    return args | flags.setting("mem-fraction-static", target)
+    return args | flags.setting("mem-fraction-static", lower_fraction)

@@ -72,7 +72,7 @@ def read_run(run: Path | RunDir) -> Situation:
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
-    # The run did not start this server, so its log is not here.
+    # If the run did not start this server, there is no log of it. run.json has the most important fact.
     if server.ready is None and facts["engine"].get("memory_caps_running"):
         server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")
@@ -141,7 +141,9 @@ class _WorkerReader:
                 case "start":
                     if self._start and not _have_same_flags(self._start, event):
                         self._restart()
-                    self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
+                    self._start = event
+                    # At each start of the run, ports may change and counts begin at 0.
+                    self._tracks, self._retractions, self._began = {}, 0, None
                 case "engine_died" | "engine_hangs":
                     # A restarted server first fills up again.
                     self._began = None

@@ -138,8 +138,9 @@ def conservative(situation: Situation, flags: Flags) -> Finding | None:
     elif output_share is not None and not is_short:
         # The flag is already low, and `max_new_tokens` is not too high.
         return None
-    clip = next_setting("held", CLIP, situation.server, flags) if is_short else {}
-    cause, job_change, certainty = _cause_of_reserve(output_share, clip, is_short=is_short)
+    # If outputs are short, SGLang can also be told to reserve fewer tokens for each, by the variable CLIP.
+    variable = next_setting("held", CLIP, situation.server, flags) if is_short else {}
+    cause, job_change, certainty = _cause_of_reserve(output_share, variable, is_short=is_short)
     return Finding(
         f"token usage is below {GUIDES.usage_good:g} (median {situation.load.median('usage'):.2f}) with "
         f"requests waiting {situation.often('conservative')}: {ADMITS_TOO_FEW}; {cause}",
@@ -148,7 +149,7 @@ def conservative(situation: Situation, flags: Flags) -> Finding | None:
         evidence={**situation.evidence("conservative"), "output_share_of_max_new_tokens": output_share},
         certainty=certainty,
         # Advise the variable only if no flag is advised: one setting is changed at a time.
-        env={} if args else variables_in(clip),
+        env={} if args else variables_in(variable),
     )
 
 
@@ -180,7 +181,7 @@ def running_capped(situation: Situation, _: Flags) -> Finding | None:
     # SGLang's own defaults never exceed MOST_RUNNING, so no higher limit is advised.
     if not frequent(situation.load, "capped") or situation.fills_up or not 0 < most < MOST_RUNNING:
         return None
-    # The state pool is the limit. A higher `max_running_requests` would not enlarge it.
+    # If the state pool is the limit, a higher `max_running_requests` does not help.
     if situation.waits_for_states:
         return None
     return Finding(
@@ -255,13 +256,13 @@ def retractions(situation: Situation, flags: Flags) -> Finding | None:
             fine = f"{reading}: {cost}, which costs less than running fewer requests would"
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
-    name = "schedule-conservativeness"
-    if FLAGS[name].values("retracting", situation.server):
+    own_flag = "schedule-conservativeness"
+    if FLAGS[own_flag].values("retracting", situation.server):
         # The rule's own flag still has a next value, which will be advised.
         return Finding(sign, evidence=evidence)
     args = next_setting("retracting", "max-running-requests", situation.server, flags)
     return Finding(
-        f"{sign}, and --{name} {situation.server.now(name):g} reserves all of max_new_tokens already",
+        f"{sign}, and --{own_flag} {situation.server.now(own_flag):g} reserves all of max_new_tokens already",
         args=args,
         change=", or ".join(filter(None, (command_line(args), "more memory for the KV pool"))),
         evidence=evidence,
@@ -401,7 +402,8 @@ def cuda_graph(situation: Situation, flags: Flags) -> Finding | None:
     if situation.facts.graph_disabled:
         cause = "the server's arguments switch CUDA graphs off"
         args = next_setting("graph-off", "cuda-graph-backend-decode", situation.server, flags)
-        # The older flag --disable-cuda-graph would override the new flag, so it is removed.
+        # If the server has the older flag --disable-cuda-graph, it would override the new flag, so it is
+        # removed instead.
         if situation.facts.arguments.get("disable_cuda_graph"):
             args = {"disable-cuda-graph": None}
     else:

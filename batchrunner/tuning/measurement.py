@@ -190,9 +190,10 @@ class TrialWatch:
             return None
         tokens = rows * self.tokens / max(self.rows, 1)
         ratio = tokens / max(steady_s * self.incumbent.tokens_per_s, 1.0)
-        # Output comes in waves, so the rows of WAVE generations may be about to end; count them too.
-        best_ratio = ratio * (1 + WAVE * self._peak / rows)
-        if best_ratio >= 1 - self.incumbent.margin:
+        # Rows that began together end together, in waves. The next wave may be about to end, so WAVE times
+        # the rows that run at once are counted too.
+        highest_ratio = ratio * (1 + WAVE * self._peak / rows)
+        if highest_ratio >= 1 - self.incumbent.margin:
             return None
         rate = f"{ratio:.2f} x the output rate of the best trial"
         return "behind", f"{rate}, in {steady_s:.0f} s after the warm-up"

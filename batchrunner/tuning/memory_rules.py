@@ -77,18 +77,21 @@ def _fraction(
 
     Return None if the weights and a useful pool would not fit into the new fraction.
     """
-    name, card = "mem-fraction-static", situation.facts.card_gb
-    present, is_raise = situation.server.now(name), sign == "memory-left"
-    if present is None or not card:
+    name, card_gb = "mem-fraction-static", situation.facts.card_gb
+    present = situation.server.now(name)
+    is_raise = sign == "memory-left"
+    if present is None or not card_gb:
+        # The next value cannot be computed, so only its direction is advised.
         change = f"--{name} {'up' if is_raise else 'down'} in steps of {FRACTION_STEP}"
         return Finding(reading, change=change if flags.spelling(name) else "", evidence=evidence)
     args = next_setting(sign, name, situation.server, flags)
     if not args:
         return None
-    difference_gb = f"{abs(args[name] - present) * card:.1f} GB {'more' if is_raise else 'less'}"
+    difference_gb = abs(args[name] - present) * card_gb
+    difference = f"{difference_gb:.1f} GB {'more' if is_raise else 'less'}"
     change = (
-        f"{command_line(args)} instead of {present:g}: {difference_gb} for the KV pool "
-        f"(the GPU has {card:.0f} GB)"
+        f"{command_line(args)} instead of {present:g}: {difference} for the KV pool "
+        f"(the GPU has {card_gb:.0f} GB)"
     )
     return Finding(reading, args=args, change=change, evidence=evidence)
 
@@ -149,7 +152,7 @@ def killed(situation: Situation, flags: Flags) -> Finding | None:
 def crashed(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the server died of an error that no flag is known to cure."""
     died = situation.facts.died
-    # Other rules judge a killed process, and memory that ran out.
+    # If the process was killed, or memory ran out, other rules judge its death.
     if died is None or died.killed or situation.facts.last_trouble:
         return None
     return Finding(

@@ -182,8 +182,9 @@ class Healer:
         death = examine(ended, facts)
         if not death.of_memory:
             return False
-        # The server lacks arguments that were changed after another server's death. They may help it too.
         if not self._had_all(ended.args):
+            # The server lacked arguments that were changed after another server's death. They may help this
+            # server too.
             return True
         args = safer(death, facts, flags)
         if not args or self._changes == MOST_CHANGES:

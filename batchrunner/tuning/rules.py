@@ -82,7 +82,7 @@ class Rule:
 
     @property
     def move(self) -> Move | None:
-        """The change of `flag` that the table `FLAGS` lists for `on`; None without a flag."""
+        """The change of `flag` that the table `FLAGS` lists under the name `on`; None if there is no flag."""
         return FLAGS[self.flag].moves[self.on] if self.flag else None
 
     @property
@@ -101,7 +101,7 @@ class Rule:
         if finding.fine:
             return Advice(self.name, finding.sign, certainty="high", evidence=finding.evidence)
         args = finding.args or {}
-        # Without a change of its own, the finding stands for the next value of the rule's flag.
+        # A finding that names no change itself advises the next value of the rule's flag.
         if self.flag and finding.args is None and not finding.change:
             args = next_setting(self.on, self.flag, server, flags)
         change = finding.change or command_line(args)
@@ -578,7 +578,7 @@ def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
     rules_with_change = {advice.rule for advice in all_advice if advice.change}
     silenced = set[str]()
     for rule, silenced_rules in SILENCES.items():
-        # A rule that is silenced itself silences no other rule.
+        # A rule silences others only if it is not silenced itself.
         if rule in rules_with_change and rule not in silenced:
             silenced.update(silenced_rules)
     remaining = [advice for advice in all_advice if not (advice.change and advice.rule in silenced)]

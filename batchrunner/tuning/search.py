@@ -52,10 +52,10 @@ def compare(
     `more_per_pass` says that the challenger also generated more output per forward pass, a count without
     noise. Then a mean gain above `worth` is enough, and each setting gets at most two trials.
     """
-    deviation, freedom = spread
+    deviation, degrees_of_freedom = spread
     # Logarithms turn ratios of speeds into differences. The interval is that of Student's t-test.
     gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))
-    half_width = _quantile(freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
+    half_width = _quantile(degrees_of_freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
     low, high = gain - half_width, gain + half_width
     text = f"{math.exp(gain):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}] x the best speed"
     if low > 0:
@@ -210,7 +210,7 @@ class Search:
         """Tell whether the best setting is faster than the job's own flags, by all trials of both."""
         if self.best is self.own:
             return "no faster"
-        # The job's own flags failed in their last trial, so the best flags win.
+        # If the job's own flags failed in their last trial, the best flags win.
         if not self.own.newest.is_speed:
             return "faster"
         has_fuller_passes = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(
@@ -343,7 +343,8 @@ class Search:
             # an apparent loss of up to LEAST_GAIN.
             worth=-LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN,
         )
-        return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
+        is_decided = verdict != "again"
+        return (verdict == "faster", f"{verdict}: {text}") if is_decided else None
 
 
 def _only_schedules(args: Args) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,6 +25,7 @@ from batchrunner.dispatch.load_control import LoadControl, SendingRun
 from batchrunner.dispatch.queue import Backlog, PendingRow
 from batchrunner.dispatch.reorder import Reorderer
 from batchrunner.dispatch.route import Routes
+from batchrunner.dispatch.sharing import Account
 from batchrunner.job.spec import LimitsSpec
 from tests.support.prompts import request
 
@@ -150,6 +151,25 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TIMING, "longest_retry", 0.002)
     monkeypatch.setattr("batchrunner.dispatch.route.FIRST_COOLDOWN_S", 0.001)
     monkeypatch.setattr("batchrunner.dispatch.route.LONGEST_COOLDOWN_S", 0.002)
+
+
+def test_runs_of_an_account_have_an_order() -> None:
+    """The run of the lowest rank gets the slots, also if it begins later; then the run that began first."""
+    account, lab = Account(), Run({"a": answers})
+    window = lab.limits.window_of(lab.limits.routes[0])
+    runs = {}
+    for name, rank in (("second", "2"), ("third", "2"), ("first", "1")):
+        routes, results = Routes(account), cast("Any", lab)
+        backlog = Backlog(routes, results, lambda: 0)
+        backlog.expect(window)
+        for row in range(window):
+            backlog.add(PendingRow(request(row, "p")))
+        runs[name] = SendingRun(routes, backlog, lab.events, rank)
+        lab.control.join(runs[name])
+    windows = {name: run.routes["a"].window for name, run in runs.items()}
+    assert windows == {"first": window, "second": 0, "third": 0}
+    lab.control.leave(runs["first"])
+    assert [runs[name].routes["a"].window for name in ("second", "third")] == [window, 0]
 
 
 async def test_each_row_has_one_outcome() -> None:

@@ -119,6 +119,22 @@ def test_the_name_of_an_adapter(server: FakeSGLang, tmp_path: Path, name: str, u
     assert [(line["error"], line["response"]["body"]["model"]) for line in lines] == [(None, name)] * 3
 
 
+@pytest.mark.parametrize("name", ["gpt-4o-mini", "fake/model", *ADAPTERS])
+def test_the_name_of_the_model_of_a_response(server: FakeSGLang, tmp_path: Path, name: str) -> None:
+    """/v1/responses checks the name, so it gets its own; it ignores adapters, so their lines fail."""
+    server.adapters = {"french"}
+    server.script = lambda _: Body(json.dumps(ENDPOINTS["/v1/responses"][1]).encode())
+    request = {**request_of(0), "url": "/v1/responses", "body": {"model": name, "input": "a"}}
+    batch = Batch(tmp_path, [request])
+    assert batch.do(engine=server).exit_code == 0
+    (line,) = lines_of(batch.results)
+    if name in ADAPTERS:
+        assert (line["error"]["code"], server.sent) == ("request_failed", [])
+        assert f"model {name!r}: /v1/responses of SGLang ignores LoRA adapters" in line["error"]["message"]
+    else:
+        assert (line["response"]["status_code"], server.sent[0].body["model"]) == (200, "fake/model")
+
+
 def test_an_adapter_that_the_server_lacks(server: FakeSGLang, tmp_path: Path) -> None:
     """Each line fails with the server's own words."""
     server.adapters = {"german"}

@@ -1,17 +1,23 @@
 """Vectors, pairs and classes of the real SGLang on the CPU, beside what transformers computes."""
 
 # ruff: noqa: PLC0415 - torch takes seconds to import: only tests that need the engine pay
+import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from openai.types import CreateEmbeddingResponse
 
 import batchrunner
+from batchrunner.engines.launched.fleet import LaunchedFleet
 from tests.conftest import ROOT, SMALL_MODEL, require_engine, require_modules, skip_without
+from tests.e2e.test_serve import serving
 
 MODEL = ROOT / "data" / "all-minilm-l6-v2"
 TEXTS = [
@@ -66,6 +72,45 @@ def test_vectors_are_those_of_transformers(minilm: batchrunner.OpenEngine) -> No
     assert ((found * wanted).sum(axis=1) >= 0.9999).all()
     assert table.column("prompt_tokens").to_pylist()[3] == 3  # [CLS] x [SEP]
     assert minilm.info.caches_prefixes is False
+
+
+def test_a_batch_of_embeddings(
+    minilm: batchrunner.OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`batchrun serve` before the engine: OpenAI's type of answers, and the usage is their sum."""
+    fleet = minilm.shared.engine
+    assert isinstance(fleet, LaunchedFleet)
+    monkeypatch.setenv("SGLANG_API_KEY", fleet._key)
+    endpoint, text = "/v1/embeddings", TEXTS[0]
+    inputs: list[dict[str, Any]] = [
+        {"input": text}, {"input": [text, "x"]}, {"input": text, "encoding_format": "base64"},
+        {"input": "word " * 2000},
+    ]  # fmt: skip
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": endpoint, "body": {"model": "any", **body}}
+        for number, body in enumerate(inputs)
+    ]
+    content = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+    (address,) = fleet._replicas
+    with serving(tmp_path / "state", "--task", "embed", engine=address) as server:
+        with pytest.raises(openai.BadRequestError, match="supported are /v1/embeddings"):
+            server.begin(server.upload(content))
+        batch = server.ended(server.begin(server.upload(content), endpoint=endpoint))
+        answers = {
+            line["custom_id"]: line["response"]["body"] for line in server.lines_of(batch.output_file_id)
+        }
+        (failed,) = server.lines_of(batch.error_file_id)
+    assert (batch.status, sorted(answers), failed["custom_id"]) == ("completed", ["0", "1", "2"], "3")
+    assert failed["response"]["status_code"] == 400
+    (alone,) = CreateEmbeddingResponse.model_validate(answers["0"]).data
+    first, other = CreateEmbeddingResponse.model_validate(answers["1"]).data
+    decoded = np.frombuffer(base64.b64decode(answers["2"]["data"][0]["embedding"]), dtype="<f4")
+    np.testing.assert_allclose(first.embedding, alone.embedding, atol=1e-5)
+    np.testing.assert_allclose(decoded, alone.embedding, atol=1e-5)
+    assert len(other.embedding) == 384
+    assert batch.usage is not None
+    used = sum(answer["usage"]["prompt_tokens"] for answer in answers.values())
+    assert (batch.usage.input_tokens, batch.usage.output_tokens) == (used, 0)
 
 
 DOCUMENTS = [["a cat sleeps", "json.dumps writes text"], ["x"], ["Zürich", "word " * 40, "a cat sleeps"]]

@@ -57,7 +57,9 @@ class Server:
 
     def start(self) -> None:
         """Start it and wait until it serves."""
-        environ = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "BATCHRUN_API_KEY": self._key}
+        # The tests' own folder in PYTHONPATH lets an engine that it launches start quickly.
+        path = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))
+        environ = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "BATCHRUN_API_KEY": self._key}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command,
@@ -335,6 +337,21 @@ def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
         assert {line["response"] for line in left} == {None}
 
 
+def test_a_cancellation_that_cannot_be_written(tmp_path: Path) -> None:
+    """The call fails, as on a full disk, and the batch goes on; so it is not cancelled later either."""
+    batches, aside = tmp_path / "state" / "batches", tmp_path / "aside"
+    with serving(tmp_path / "state", *SLOW) as server:
+        batch = server.begin(server.upload(requests_of(100, max_tokens=10)))
+        eventually(lambda: server.client.batches.retrieve(batch.id).status == "in_progress")
+        batches.rename(aside)
+        with pytest.raises(openai.InternalServerError):
+            server.client.batches.cancel(batch.id)
+        aside.rename(batches)
+        batch = server.ended(batch)
+        assert (batch.status, batch.cancelling_at) == ("completed", None)
+        assert [*map(number_of, server.lines_of(batch.output_file_id))] == [*range(100)]
+
+
 def test_a_file_is_deleted_as_a_batch_begins(tmp_path: Path) -> None:
     """One of the two calls is refused: no batch begins without its file."""
     outcomes = []
@@ -387,6 +404,36 @@ def test_files_expire(tmp_path: Path) -> None:
             record.write_text(json.dumps({**json.loads(record.read_text()), "expires_at": 1}))
         server.start()
         assert [each.id for each in server.client.files.list()] == [kept]
+
+
+def test_forms_of_uploads(tmp_path: Path) -> None:
+    """A body may be compressed or chunked; a lifetime is in brackets or, as Azure documents it, has dots."""
+    content = requests_of(1)
+    names = ("expires_after[{}]", "expires_after.{}")
+    with serving(tmp_path / "state", *FAST) as server:
+        for name in names:
+            data = {"purpose": "batch", name.format("anchor"): "created_at", name.format("seconds"): "3600"}
+            form = httpx.Request("POST", f"{server.url}/files", files={"file": ("a", content)}, data=data)
+            body, headers = form.read(), {"Content-Type": form.headers["Content-Type"]}
+            zipped = {**headers, "Content-Encoding": "gzip"}
+            chunks = (body[at : at + 100] for at in range(0, len(body), 100))
+            for sent, sent_headers in ((body, headers), (gzip.compress(body), zipped), (chunks, headers)):
+                reply = httpx.post(f"{server.url}/files", content=sent, headers=sent_headers, trust_env=False)
+                assert reply.status_code == 200, reply.text
+                file = reply.json()
+                assert file["expires_at"] == file["created_at"] + 3600
+                assert server.client.files.content(file["id"]).content == content
+
+
+def test_calls_by_head(tmp_path: Path) -> None:
+    """What GET answers, HEAD answers without the body, also for a file's content; nothing else changes."""
+    with serving(tmp_path / "state", *FAST) as server:
+        file, address = server.upload(requests_of(1)), server.url.removesuffix("v1")
+        for path in ("", "health", "ready", "metrics", "v1/files", f"v1/files/{file}/content"):
+            reply = httpx.head(address + path, trust_env=False)
+            assert (path, reply.status_code, reply.content) == (path, 200, b"")
+            assert int(reply.headers["Content-Length"]) > 0
+        assert httpx.head(f"{address}v1/batches/none", trust_env=False).status_code == 404
 
 
 def test_files_without_a_lifetime_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

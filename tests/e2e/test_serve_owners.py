@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,42 @@ def test_keys_are_read_again(tmp_path: Path, handler: signal.Handlers) -> None:
             anna.files.list()
         paths = [server.log, *(path for path in server.directory.rglob("*") if path.is_file())]
         assert not [path for path in paths if secret in path.read_text() or KEYS["anna"] in path.read_text()]
+
+
+def test_owners_who_come_later(tmp_path: Path) -> None:
+    """Each of ten owners may run two batches at once, also where the server began with one owner."""
+    keys = tmp_path / "keys.yaml"
+    owners = [{"name": f"owner-{number}", "key": f"sk-{number}", "admin": not number} for number in range(10)]
+    keys.write_text(json.dumps(owners[:1]))
+    with serving(tmp_path / "state", "--keys", keys, *SLOW) as server:
+        keys.write_text(json.dumps(owners))
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "10 owners" in server.log.read_text())
+        client = client_of(server, "", "sk-1")
+        batches = [client.begin(requests_of(200)) for _ in range(4)]
+        eventually(lambda: {client.batches.retrieve(each.id).status for each in batches} == {"in_progress"})
+        url, headers = f"{server.url}/activity", client.auth_headers
+
+        def run_or_wait() -> tuple[int, int]:
+            activity = httpx.get(url, headers=headers, trust_env=False).json()
+            return len(activity["running"]), activity["waiting"]
+
+        eventually(lambda: run_or_wait() == (2, 2))
+        for batch in batches:
+            client.batches.cancel(batch.id)
+
+
+def test_requests_that_are_no_http(tmp_path: Path) -> None:
+    """The client gets an error, and the log nothing: a key with a line break too many is not in it."""
+    keys = write_keys(tmp_path / "keys.yaml")
+    with serving(tmp_path / "state", "--keys", keys, *FAST) as server:
+        address = httpx.URL(server.url)
+        for line in (f"Authorization: Bearer {KEYS['anna']}\r", f"X: {KEYS['anna'] * 1000}", "no header"):
+            with socket.create_connection((address.host, address.port), PATIENCE_S) as connection:
+                connection.sendall(f"GET /v1/files HTTP/1.1\r\nHost: localhost\r\n{line}\r\n\r\n".encode())
+                assert b" 400 " in connection.makefile("rb").readline()
+        assert [*client_of(server, "anna").files.list()] == []
+        assert server.log.read_text().splitlines() == []
 
 
 WRONG_FILES = {

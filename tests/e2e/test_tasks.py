@@ -491,7 +491,7 @@ def test_rewards(tmp_path: Path, reranker: FakeSGLang) -> None:
     other = {**job, "output": {"path": str(tmp_path / "two")}, "limits": {"max_failed_rows": 4}}
     run_job(other, tmp_path)
     assert {*column_of(other, "error")} == {
-        "the model returned 2 numbers, but task: reward needs exactly one"
+        "the model returned 2 numbers, but the task `reward` needs exactly one"
     }
 
 

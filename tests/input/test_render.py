@@ -1,5 +1,6 @@
 """What reaches the engine of a row: its prompt, its conversation and its sampling values."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,26 @@ def test_sampling_from_columns(tmp_path: Path, server: FakeSGLang, prompt: dict[
         for sent in server.sent
     }
     assert found == {"row 0": (0.5, 1, 7), "row 1": (None, 2, 7), "row 2": (0.0, None, 7)}
+
+
+def test_an_empty_text_of_csv_is_no_value(tmp_path: Path, server: FakeSGLang) -> None:
+    """CSV has no nulls: an empty cell means no tools or no schema, as a null does in other files."""
+    tools = json.dumps([{"type": "function", "function": {"name": "look_up"}}])
+    with (tmp_path / "input.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerows([("text", "tools", "schema"), ("a", tools, '{"type": "object"}'), ("b", " ", "")])
+    job = job_of(
+        tmp_path,
+        server,
+        input={"path": str(tmp_path / "input.csv")},
+        prompt={"user": "{{ text }}", "tools": "tools"},
+        sampling={"json_schema": {"column": "schema"}},
+        limits={"max_failed_rows": "100%"},
+    )
+    batchrunner.run(job)
+    (sent,) = [sent for sent in server.sent if sent.prompt == "b"]
+    assert not {"tools", "response_format", "json_schema"} & sent.body.keys()
+    assert not {"tools", "json_schema"} & sampling_of(sent).keys()
 
 
 def sampling_of(sent: Sent) -> dict[str, Any]:
@@ -211,7 +232,7 @@ BAD = [
 @pytest.mark.parametrize("more", [{}, {"continue": True}])
 def test_bad_conversations(tmp_path: Path, server: FakeSGLang, more: dict[str, Any]) -> None:
     """Each is a failed row with the reason, and the others are done."""
-    problems = [*(problem for _, problem in BAD), "not JSON", "", "is null"]
+    problems = [*(problem for _, problem in BAD), "not JSON", "is empty", "is null"]
     texts = [*(json.dumps(talk) for talk, _ in BAD), "no JSON", " ", None, json.dumps(said(("user", "fine")))]
     pq.write_table(pa.table({"talk": texts}), tmp_path / "input.parquet")
     job = job_of(tmp_path, server, prompt={"messages": "talk", **more}, limits={"max_failed_rows": "100%"})

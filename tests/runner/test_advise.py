@@ -146,8 +146,8 @@ def test_healthy_is_an_answer(tmp_path: Path) -> None:
     lines = batchrun("advise", LogWriter().started().decode(40).write(tmp_path)).stdout.splitlines()
     assert lines[1:] == [
         (
-            "healthy: median #running-req 233, #queue-req 317 (0 in 0%), token usage 0.95, 0 retractions, "
-            "4,594 tokens/s"
+            "healthy: median #running-req 233, #queue-req 317 (0 in 0% of samples), token usage 0.95, "
+            "0 retractions, 4,594 tokens/s"
         ),
         "healthy: available_gpu_mem is 7.20 GB when the server is ready: 5-10 GB is good",
     ]

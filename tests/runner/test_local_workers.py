@@ -40,8 +40,21 @@ def test_processes_share_the_rows(tmp_path: Path, server: FakeSGLang) -> None:
         assert running.end() == 0
     assert rows_in(job) == list(range(300))
     assert len(status_of(tmp_path / "run")["tasks"]) >= 2
-    assert any("signal 9 killed it" in line for line in running.lines)
+    assert any("the others take over its rows: signal 9 killed a process" in line for line in running.lines)
     assert any("300" in line for line in running.lines)
+
+
+def test_a_signal_kills_all_processes(tmp_path: Path, server: FakeSGLang) -> None:
+    """The command ends with one line that says what was killed, and promises no take-over."""
+    server.script = lambda _: "hold"
+    job = job_of(tmp_path, server, rows=300, window=8)
+    with started(write_job(job, tmp_path), "--processes", 1) as running:
+        eventually(lambda: server.sent)
+        os.kill(holders_of_leases(tmp_path / "run")[0], signal.SIGKILL)
+        assert running.end() == 1
+    warning, error = [line.strip() for line in running.lines if "signal 9" in line]
+    assert warning.endswith("a process ended: signal 9 killed a process of the run")
+    assert error == "batchrun: signal 9 killed a process of the run"
 
 
 def test_an_interrupt_ends_all_processes(tmp_path: Path, server: FakeSGLang) -> None:

@@ -22,7 +22,7 @@ def test_the_load_is_that_of_all_runs() -> None:
     activity.update("b", run_sample(output_tokens_per_s=5.0, prompt_tokens_per_s=2.0, queue=3), 106.0)
     activity.end("a")
     activity.update("b", run_sample(output_tokens_per_s=7.0, signals=[]), 112.0)
-    assert [*activity.running] == ["b"]
+    assert [*activity.runs] == ["b"]
     assert activity.load_since(0.0) == {
         "time": [100.0, 106.0, 112.0],
         "running": [8, 8, None],
@@ -34,7 +34,7 @@ def test_the_load_is_that_of_all_runs() -> None:
     assert activity.load_since(106.0)["time"] == [112.0]
     activity.end("b")
     activity.end("never began")
-    assert activity.running == {}
+    assert activity.runs == {}
 
 
 def test_points_are_rare_and_bounded() -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from batchrunner.serve.api_errors import ApiError
 from batchrunner.serve.owners import CALLS_A_SECOND, MOST_CALLS_AT_ONCE, Owners
+from batchrunner.serve.server import _sweep_until
+from batchrunner.serve.state import State
+from tests.support.server_thread import PATIENCE_S
 
 
 def owners_of(directory: Path) -> Owners:
@@ -68,6 +71,26 @@ def test_a_new_day_begins_at_midnight(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("batchrunner.serve.owners._today", lambda: "2999-01-01")
     owners.check_limits(anna, [])
     assert account.tokens == 0
+
+
+async def test_batches_resume_at_midnight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server resets the used tokens when the day ends, not at its next sweep a minute later."""
+    owners, stop_event = owners_of(tmp_path), asyncio.Event()
+    account = owners.account_of("anna")
+    account.most_tokens = account.tokens = 10
+
+    def midnight() -> float:
+        """Return the time until midnight, which has come when the server has slept for it."""
+        monkeypatch.setattr("batchrunner.serve.owners._today", lambda: "2999-01-01")
+        return 0.0
+
+    monkeypatch.setattr("batchrunner.serve.server.seconds_left_of_day", midnight)
+    sweeping = asyncio.create_task(_sweep_until(stop_event, State(tmp_path / "state"), owners))
+    async with asyncio.timeout(PATIENCE_S):
+        while account.is_paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    stop_event.set()
+    await sweeping
 
 
 def test_the_limit_of_queued_requests(tmp_path: Path) -> None:

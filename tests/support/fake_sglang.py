@@ -270,6 +270,10 @@ class FakeSGLang(ServerThread):
         name = str(sent.body.get("model", ""))
         return ":" in name and name.partition(":")[2] not in self.adapters
 
+    def _refuses_model(self, sent: Sent) -> bool:
+        """Tell whether a row is for a model that is not served: only one endpoint of the real server asks."""
+        return sent.path == "/v1/responses" and sent.body.get("model") not in {self.model, *self.adapters}
+
     async def _tokens(self, request: web.Request) -> web.Response:
         if self.tokenize is None:
             return web.Response(status=404)
@@ -342,6 +346,8 @@ class FakeSGLang(ServerThread):
             await asyncio.sleep(self.refusal_s)
         if self._refuses_adapter(sent):
             return self._error(sent, 400, "Got LoRA adapter that has never been loaded")
+        if self._refuses_model(sent):
+            return self._error(sent, 404, f"The model '{sent.body.get('model')}' does not exist")
         if isinstance(what, (Body, OnWire)):
             return self._write(request, what)
         return await self._react(request, sent, what)

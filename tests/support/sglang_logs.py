@@ -155,21 +155,21 @@ GUIDES = {  # verbatim: which guide, its line, what it reads
             "Decode batch. #running-req: 233, #token: 370959, token usage: 0.82, cuda graph: True, "
             "gen throughput (token/s): 4594.01, #queue-req: 317"
         ),
-        "median #running-req 233, #queue-req 317 (0 in 0%), token usage 0.82",
+        "median #running-req 233, #queue-req 317 (0 in 0% of samples), token usage 0.82",
     ),
     "G3": (
         (
             "Decode batch. #running-req: 233, #token: 370959, token usage: 0.82, "
             "gen throughput (token/s): 4594.01, #queue-req: 417"
         ),
-        "median #running-req 233, #queue-req 417 (0 in 0%), token usage 0.82",
+        "median #running-req 233, #queue-req 417 (0 in 0% of samples), token usage 0.82",
     ),
     "G4": (
         (
             "Decode batch. #running-req: 229, #token: 1320576, token usage: 1.00, cuda graph: True, "
             "gen throughput (token/s): 2498.69, #queue-req: 27,"
         ),
-        "median #running-req 229, #queue-req 27 (0 in 0%), token usage 1.00",
+        "median #running-req 229, #queue-req 27 (0 in 0% of samples), token usage 1.00",
     ),
 }
 RETRACTIONS = {  # verbatim

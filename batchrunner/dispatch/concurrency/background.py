@@ -125,26 +125,26 @@ class BackgroundController(Controller):
         self.kept = self._kept_without_stuck(gap_s, reading, slots, ahead)
         # This run gets what slots and KV pool allow, less all requests that may be the users'.
         allowed = min(self._allowed_by_slots(slots, ahead), self._allowed_by_pool(now, reading))
-        room = int(allowed - most_users)
+        new_limit = int(allowed - most_users)
         # Users may wait in the queue. This run must not take the slots that they need.
         if most_users and reading.queue:
-            room = min(room, reading.in_flight - min(reading.queue, most_users))
+            new_limit = min(new_limit, reading.in_flight - min(reading.queue, most_users))
         self.state = "background"
         if now - self._refused_at < CALM_S:  # after a refusal the limit does not grow for a while
             self.state = "pressure"
-            room = min(room, self.window)
+            new_limit = min(new_limit, self.window)
         reason = (
             f"{self.users} requests of users, #queue-req {reading.queue}, token usage {reading.usage:.2f}"
         )
         waiting_users = min(reading.queue, self.users)
         if waiting_users:
-            room = 0
+            new_limit = 0
             reason = f"{reason}: {waiting_users} requests of users wait"
             self._make_room(reading, waiting_users, slots, ahead)
         else:
             self._rounds = 0
-            self._keep_spare_slots(reading, room + most_users)
-        decisions = self._move(room, reason)
+            self._keep_spare_slots(reading, new_limit + most_users)
+        decisions = self._move(new_limit, reason)
         if self.users and now - self._sent_at < PACE_S:
             self.window = 0  # nothing is sent until the next round is due
         else:
@@ -219,9 +219,9 @@ class BackgroundController(Controller):
         """
         if self._yields and not self.users:
             return slots + ahead
-        # `spare` of the law in the module's docstring.
-        spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
-        self._spare = math.ceil(min(spare, MOST_SPARE * slots))
+        # Slots that stay free for users who come soon; see `spare` in the module's docstring.
+        wanted_spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
+        self._spare = math.ceil(min(wanted_spare, MOST_SPARE * slots))
         return max(1, slots - self._spare)
 
     def _allowed_by_pool(self, now: float, reading: Reading) -> float:

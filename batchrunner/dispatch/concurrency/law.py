@@ -309,18 +309,21 @@ class Controller:
         target = self._wanted_queue()
         # Requests in flight beyond the limit are not replaced when they end. So they count as ended.
         in_flight = min(reading.in_flight, self.window)
+        ending = reading.in_flight - in_flight
+        # The expected queue: requests in flight that neither run nor travel.
         queue = in_flight - self._at_work
         if abs(reading.in_flight - reading.running - reading.queue) <= DEAD_BAND * target:
-            # The gauges show all requests in flight, so they are newer than the last change of the window.
-            queue = in_flight - reading.in_flight + reading.queue
+            # The gauges show all requests in flight, so they are newer than the last change of the window,
+            # and the queue that they show is used.
+            queue = reading.queue - ending
         error = target - queue
         window = float(self.window)
         reason = f"#queue-req {reading.queue} (about {queue:.0f}), wanted {target:.0f}"
         if error < -DEAD_BAND * target:
             # Lower the limit by at most the rows that end in a half-life, because the scheduler may run more
             # rows by then.
-            least = reading.in_flight - max(1.0, self._rate * HALF_LIFE_S)
-            window = min(window, max(in_flight + GAIN * error, least))
+            lowest = reading.in_flight - max(1.0, self._rate * HALF_LIFE_S)
+            window = min(window, max(in_flight + GAIN * error, lowest))
         elif error > DEAD_BAND * target and may_grow:
             window += GAIN * error
         if is_full:

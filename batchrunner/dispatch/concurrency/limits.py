@@ -329,7 +329,8 @@ class ConcurrencyLimits:
         )
         self.schedulers[name] = scheduler
         route.schedulers.append(scheduler)
-        # Until rows have ended, the servers' shares are in proportion to their first limits.
+        # Until rows have ended, the servers' shares are in proportion to their first limits. A background run
+        # begins with a limit of 0, and needs no shares.
         route.recent += controller.window
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(scheduler=name, old=0, new=controller.window, state=controller.state, reason=why)
@@ -410,8 +411,9 @@ class ConcurrencyLimits:
         if not all(scheduler.reports_load for scheduler in route.schedulers):
             return share
         running = sum(scheduler.last.running for scheduler in route.schedulers if scheduler.last)
-        prompts = AHEAD_PASSES * (self.info.prefill_tokens or USUAL_TOKENS) / self.prompt_tokens
-        return min(share, max(math.ceil(share / 2), running + math.ceil(prompts)))
+        prefill_tokens = AHEAD_PASSES * (self.info.prefill_tokens or USUAL_TOKENS)
+        prompts_ahead = math.ceil(prefill_tokens / self.prompt_tokens)
+        return min(share, max(math.ceil(share / 2), running + prompts_ahead))
 
     def _share_out(self, remaining: int, now: float) -> list[Decision]:
         """Limit each server to its share of the remaining rows; return a decision for each new limit."""
@@ -430,10 +432,10 @@ class ConcurrencyLimits:
         new_shares = shares(self.routes, remaining, unreachable)
         decisions: list[Decision] = []
         for route, new_share in zip(self.routes, new_shares, strict=True):
-            before, window = route.share, self._wanted(route)
+            old_share, window = route.share, self._wanted(route)
             share = route.share = self._soon_used(route, new_share)
             # Report a share only when it begins to limit the server.
-            was_limited = before is not None and before < window
+            was_limited = old_share is not None and old_share < window
             if share < window and not was_limited:
                 why = f"the route's share of the {remaining} remaining rows"
                 decisions.append(

@@ -40,7 +40,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.server_replies import error_of, known_status
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import RESPONSES_PATH, Completion, Request
+from batchrunner.core.types import CHAT_PATH, RESPONSES_PATH, Completion, Request, RequestBody
 from batchrunner.engines.base import Engine, RowEnded
 from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
@@ -151,6 +151,8 @@ class HttpEngine(Engine):
         """Model name that every request must contain; None if the servers accept requests without a name."""
         self._model_names: frozenset[str] = frozenset()
         """Names of the model that the servers serve."""
+        self._served_names: dict[str, str | None] = {}
+        """Name under which each server serves the model, by the server's URL; None if it tells none."""
         self._names_to_send: dict[str, str] = {}
         """Model name to send for each model name that a row of a batch file has."""
         self._logged_unwatched = False
@@ -188,6 +190,9 @@ class HttpEngine(Engine):
         # A row of a batch file may name the model by either of its names.
         names = [reply.get(key) for reply in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
+        for description in descriptions:
+            described = model_in(description.model, description.arguments or {})
+            self._served_names[description.url] = described.get("served_model_name")
         notes = [f"connections limited by {limited_by}", *info.notes]
         if not self._reports_load:
             notes.append("the server reports no load (no path /v1/loads)")
@@ -316,10 +321,10 @@ class HttpEngine(Engine):
         if request.task is not None:
             return await self._post_task(endpoint, [request])
         if request.kind == "body":
-            model_name = await self._name_to_send(endpoint, request.prompt.model)
+            model_name = await self._name_to_send(endpoint, request.prompt)
             body = with_model(request.prompt, model_name)
         else:
-            body = wire.bytes_of(self._addressed(wire.body_of(request)))
+            body = wire.bytes_of(self._with_model_to_send(wire.body_of(request)))
         return await self._post(endpoint, wire.path_of(request), body)
 
     def _refuse_unsendable(self, request: Request) -> None:
@@ -501,8 +506,24 @@ class HttpEngine(Engine):
             return EngineDiedError(message)
         return AttemptFailedError(message) if is_alive else EngineDownError(message)
 
-    async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:
+    async def _name_to_send(self, endpoint: Endpoint, body: RequestBody) -> str | None:
         """Return the model name to send with a row of a batch file; None if the row has no model name.
+
+        SGLang's `/v1/responses` refuses a name that it does not serve, whereas its other endpoints accept any
+        name. It accepts the name of a LoRA adapter, but ignores the adapter (0.5.23). Raises RowRefusedError
+        for such a name, because the base model would answer.
+        """
+        name = await self._name_with_adapter(endpoint, body.model)
+        if body.path != RESPONSES_PATH or name is None:
+            return name
+        if ":" in name and name not in self._model_names:
+            raise RowRefusedError(
+                f"model {body.model!r}: {RESPONSES_PATH} of SGLang ignores LoRA adapters; use {CHAT_PATH}"
+            )
+        return self._served_names.get(endpoint.url) or name
+
+    async def _name_with_adapter(self, endpoint: Endpoint, name: str | None) -> str | None:
+        """Return the name by which SGLang finds a model, or an adapter, that a batch file names.
 
         SGLang reads a name as `model:adapter`. For a name without a colon the base model answers, even if it
         is the name of a LoRA adapter. So the bare name of an adapter is sent as `model:adapter`, and any
@@ -561,7 +582,7 @@ class HttpEngine(Engine):
             return {rid_field: f"resp_{secrets.token_hex(16)}"}
         return {rid_field: f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
-    def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _with_model_to_send(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add the model's name to a body, if a gateway needs it to find a worker; return the body."""
         if self.model_to_send is not None:
             body["model"] = self.model_to_send
@@ -571,7 +592,7 @@ class HttpEngine(Engine):
         """Send requests of one task without decoding, and return the replies; raises like `_post`."""
         task = requests[0].task
         assert task is not None
-        bodies = [wire.bytes_of(self._addressed(body)) for body in task.bodies(requests)]
+        bodies = [wire.bytes_of(self._with_model_to_send(body)) for body in task.bodies(requests)]
         return [await self._post(endpoint, task.path, body) for body in bodies]
 
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
@@ -601,7 +622,7 @@ class HttpEngine(Engine):
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and call `ended` for each as soon as its answer arrives."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(self._addressed(wire.bundle_body(requests) | fields))
+        body = wire.bytes_of(self._with_model_to_send(wire.bundle_body(requests) | fields))
         # SGLang derives the ids of a bundle's rows from the bundle's id in this way.
         rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
         bundle = BundleAnswer(
@@ -642,7 +663,7 @@ class HttpEngine(Engine):
     async def _send_watched(self, endpoint: Endpoint, request: Request) -> Completion:
         """Send one row, and stop its answer if the answer repeats itself without end; see `generate`."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(self._addressed(wire.watched_body(request) | fields))
+        body = wire.bytes_of(self._with_model_to_send(wire.watched_body(request) | fields))
         results: list[Completion | RequestError] = []
         rids = (str(fields["rid"]),)
         stream = BundleAnswer(
@@ -1020,10 +1041,10 @@ class AttachedServers(HttpEngine):
         """Send rows to `urls`, the workers that the gateway lists now, and no more rows to other workers."""
         for endpoint in self.serving:
             if endpoint.url not in urls:
-                log.info("%s gets no more rows: the gateway no longer lists it", endpoint.url)
+                log.info("%s gets no more rows, because the gateway no longer lists it", endpoint.url)
                 endpoint.set_listed(is_listed=False)
         for url in set(urls).difference(self.replicas):
-            log.info("%s gets rows: the gateway lists it", url)
+            log.info("%s gets rows from now on, because the gateway lists it", url)
             if url in self.endpoints:
                 self.endpoints[url].set_listed(is_listed=True)
             else:

@@ -37,7 +37,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Request
+from batchrunner.core.types import Request, RequestBody
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.client import HttpEngine
@@ -314,8 +314,8 @@ class ThroughGateway(HttpEngine):
         self._key_search: asyncio.Task[None] | None = None
         """Search for new keys, after a change of the workers."""
         self._next_search_at = 0.0
-        """Earliest time of the next search for routing keys that is due only because a wrong worker answered
-        (seconds of the monotonic clock)."""
+        """If the gateway sent a row to a wrong worker, routing keys are searched again, but not before this
+        time (seconds of the monotonic clock)."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
@@ -434,8 +434,9 @@ class ThroughGateway(HttpEngine):
         """Return None, because a gateway does not pass on `/v1/tokenize` to its workers."""
         return None
 
-    async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:  # noqa: ARG002
+    async def _name_to_send(self, endpoint: Endpoint, body: RequestBody) -> str | None:  # noqa: ARG002
         """Return the model name that the gateway knows; warn once for each unknown name in the rows."""
+        name = body.model
         if name is not None and name not in self._model_names and name not in self._names_to_send:
             log.warning("requests for the model %r are answered by %s", name, self._model_id)
             self._names_to_send[name] = self._model_id
@@ -533,14 +534,17 @@ class ThroughGateway(HttpEngine):
         return [self._load_of(worker, now) for worker in used_workers]
 
     def _load_of(self, worker: GatewayWorker, now: float) -> SchedulerLoad:
-        """Return a worker's load. If the worker is no route, its load belongs to the gateway's route."""
-        is_route = worker.url in self.endpoints
-        return self._workers.see(worker.url).load.now(
-            self._in_flight_at(worker),
-            scheduler=worker.url if is_route else f"{self.url}#{worker.url}",
-            route=worker.url if is_route else self.url,
-            now=now,
-        )
+        """Return a worker's load.
+
+        If rows cannot be sent to this worker itself, the load belongs to the gateway, which chooses the
+        worker of each row.
+        """
+        if worker.url in self.endpoints:
+            scheduler, route = worker.url, worker.url
+        else:
+            scheduler, route = f"{self.url}#{worker.url}", self.url
+        load_estimate = self._workers.see(worker.url).load
+        return load_estimate.now(self._in_flight_at(worker), scheduler=scheduler, route=route, now=now)
 
     def _in_flight_at(self, worker: GatewayWorker) -> int:
         endpoint = self.endpoints.get(worker.url)
@@ -563,9 +567,10 @@ class ThroughGateway(HttpEngine):
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
         # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
         counts = [worker.load for worker in decoding if worker.load is not None]
-        # If a count is missing, only the run's own rows are known.
-        counted = sum(counts) if len(counts) == len(decoding) else 0
-        in_flight = max(counted, sum(map(_rows_of, self.serving)))
+        rows_of_run = sum(map(_rows_of, self.serving))
+        # If the count of a worker is missing, the sum is unknown, and only the run's own rows count.
+        requests_at_gateway = sum(counts) if len(counts) == len(decoding) else 0
+        in_flight = max(requests_at_gateway, rows_of_run)
         report = sum_of([worker.report for worker in decoding])
         report_of_all = sum_of([worker.report for worker in workers])
         report.num_waiting_reqs = report_of_all.num_waiting_reqs
@@ -581,12 +586,12 @@ class ThroughGateway(HttpEngine):
     def _follow(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers in use now; search for routing keys if workers or keys have changed."""
         in_use = urls_in_use(workers)
-        # Nothing is logged after a start of the gateway, because all workers would be new.
+        # After a start of the gateway every worker would count as new, so none is logged.
         if self._in_use:
             for url in sorted(in_use - self._in_use):
-                log.info("%s gets rows: the gateway uses it", url)
+                log.info("%s gets rows from now on, because the gateway uses it", url)
         for url in sorted(self._in_use - in_use):
-            log.info("%s gets no more rows: the gateway does not use it now", url)
+            log.info("%s gets no more rows, because the gateway does not use it now", url)
         is_changed, self._in_use = in_use != self._in_use, in_use
         if not self._has_keys:
             # The gateway chooses the worker of each request, so routing keys are of no use.

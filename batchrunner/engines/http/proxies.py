@@ -76,8 +76,8 @@ SAME_AGE_S = 1.0
 SAME_SHARE = 0.05
 """Two requests also count as equally old if their ages differ by at most this fraction."""
 BETWEEN_S = 1.0
-"""Of requests that were sent within this many seconds, only the first one counts. Requests that were sent
-together and lost together always have the same age."""
+"""Of lost requests that were sent within this many seconds of each other, only the first one is evidence of a
+time limit. If a server fails, requests that were sent together have the same age, whatever the cause."""
 REQUESTS = 3
 """Number of requests that must end at the same age before this age counts as the time limit of a proxy."""
 

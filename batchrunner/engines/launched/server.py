@@ -527,7 +527,7 @@ def _launch_prefix(nodes: int) -> tuple[str, ...]:
 
     Raises EngineStartError if Slurm has not allocated exactly `nodes` machines.
     """
-    # This process is a Ray worker whose engine spans several machines.
+    # Only a Ray worker whose engine spans several machines has this variable.
     if group := os.environ.get(GROUP):
         return sys.executable, str(RAY_RANKS), group
     allocated = os.environ.get("SLURM_JOB_NUM_NODES", "none")

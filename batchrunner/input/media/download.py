@@ -30,8 +30,8 @@ def is_public(text: str) -> bool:
     """Tell whether an IP address is public: not this machine, not a private network, not link-local."""
     # Cut off the zone of an IPv6 address, such as %eth0 in fe80::1%eth0.
     address = ip_address(text.partition("%")[0])
-    # The IPv4 address in the last 32 bits decides.
     if any(address in network for network in _OF_IPV4):
+        # The IPv6 address stands for the IPv4 address in its last 32 bits.
         address = ip_address(int(address) & 0xFFFFFFFF)
     return address.is_global and not address.is_multicast and address not in _TUNNEL
 
@@ -92,6 +92,7 @@ def download(url: str, most_bytes: int) -> bytes:
             with _opener().open(request, timeout=TIMEOUT_S) as reply:
                 content: bytes = reply.read(most_bytes + 1)
                 if len(content) > most_bytes:
+                    # No `except` below catches this error, so a file that is too large is not fetched again.
                     raise BadFileError(f"has more than {most_bytes >> 20} MiB")
                 # `length` is the number of announced bytes that have not arrived.
                 missing_bytes = reply.length
@@ -105,6 +106,8 @@ def download(url: str, most_bytes: int) -> bytes:
             is_server_error = refusal.code >= http.HTTPStatus.INTERNAL_SERVER_ERROR
             may_succeed_later = refusal.code in _BUSY or is_server_error
         except (OSError, http.client.HTTPException, ValueError) as error:
+            # Most of these are errors of the network. The rest, such as a bad URL in a redirect (ValueError),
+            # are rare, so they are retried too.
             failure, may_succeed_later = error, True
         if pause_s is None or not may_succeed_later:
             raise BadFileError(f"cannot be downloaded: {' '.join(str(failure).split())}")

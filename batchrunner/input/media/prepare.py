@@ -101,7 +101,7 @@ def _read(path_or_url: str, rules: MediaRules) -> bytes:
             raise BadFileError(
                 f"is outside of {rules.folder}: set `folder` to the folder of the files, or to / for any file"
             )
-        # Reading a pipe could block forever.
+        # Only regular files are read: reading a pipe could block forever.
         if not stat.S_ISREG(path.stat().st_mode):
             raise BadFileError("is not a regular file")
         if path.stat().st_size > MOST_FILE_BYTES:

@@ -241,13 +241,14 @@ class MediaPrompts:
         marked_row = self._marked_row(ordinal, row)
         files = marked_row.files
         prompt = self._prompt_of(marked_row.values)
+        # The calls below append each file that they put into the prompt.
         placed: list[PromptFile] = []
         if self._is_column:
             return _conversation(prompt, files, placed), tuple(placed)
         texts = [prompt] if self._is_text else [message["content"] for message in prompt]
-        # A template that loops over all columns prints a file without naming its column.
+        # Files that no template prints are put before the text. A template may also print a file without
+        # naming its column, if it loops over all columns. So the marks in the texts are searched.
         printed_files = {int(index) for index in chain.from_iterable(map(self._mark.findall, texts))}
-        # Files that no template prints are put before the text.
         leading = [files[index] for index in marked_row.unprinted if index not in printed_files]
         if self._is_text:
             parts = [_part(file, placed) for file in leading]

@@ -30,7 +30,7 @@ class Prefills:
     filled: int = 0
     """Number of full passes: their tokens took at least WHOLE of the chunk size."""
     filled_waiting: int = 0
-    """Number of full passes during which requests still waited in the queue."""
+    """Number of passes with a full prefill chunk (`filled`) that left requests in the queue."""
     few_long: int = 0
     """Number of full passes with at most FEW prompts, which were therefore long."""
 
