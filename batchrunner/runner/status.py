@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +105,12 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     leases = Leases(run_dir.leases)
     leases.refresh()
     current_samples = [task.last_sample for task in tasks if task.last_sample]
-    # Each worker's remaining time implies a number of rows per second. The sum is the speed of the run.
-    expected_rows_per_s = sum(
-        (sample.rows_total - sample.rows_done) / sample.time_left_s
-        for sample in current_samples
-        if sample.time_left_s
-    )
     # A row that two workers did counts once.
     on_disk = len(BitMap64().union(*(done.rows for done in stored)))
     running = [task.running for task in tasks if task.running]
     total = leases.plan.rows_total if leases.plan else None
     if facts:
         total = facts["rows_total"]
-    time_left_s = None
-    if expected_rows_per_s and total is not None:
-        time_left_s = (total - on_disk) / expected_rows_per_s
     end = {} if running else last_end(run_dir.events)
     return RunStatus(
         path=run_dir.name,
@@ -137,10 +129,28 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
         output_tokens=sum(task.output_tokens for task in tasks),
         finished=facts is not None and not running and on_disk >= facts["rows_total"],
         rows_per_s=sum(sample.rows_per_s for sample in current_samples),
-        time_left_s=time_left_s,
+        time_left_s=None if total is None else time_left_s(tasks, missing=total - on_disk),
         leases=_count(leases) if leases.plan else None,
         tasks=tasks,
     )
+
+
+def time_left_s(tasks: Sequence[TaskStatus], *, missing: int) -> float | None:
+    """Return the predicted seconds to the end of a run; None while unknown.
+
+    `missing` is the number of rows that are in no part file. Some of them are finished already: a part file
+    is written up to 30 minutes after its first row.
+    """
+    rows_per_s = 0.0
+    for task in tasks:
+        sample = task.last_sample
+        if sample is not None:
+            missing -= max(0, sample.rows_done - task.rows_on_disk)
+            # Each worker's remaining time implies a number of rows per second. The sum is the speed of the
+            # run.
+            if sample.time_left_s:
+                rows_per_s += (sample.rows_total - sample.rows_done) / sample.time_left_s
+    return max(0, missing) / rows_per_s if rows_per_s else None
 
 
 def _count(leases: Leases) -> LeaseCounts:
