@@ -285,21 +285,36 @@ class Workers:
                 self._record_failure(failure.cause)
             except RayError as failure:
                 # The actor, its process or its node is dead or unreachable.
-                if isinstance(failure, ActorUnavailableError):
-                    # Ray does not know yet whether the actor died.
-                    time.sleep(TIMING.ray_poll)
-                else:
-                    self._deaths += 1
-                if self._stop_reason is None and self._deaths <= MOST_DEATHS:
-                    log.warning("a worker died and is restarted: %s", _first_line(failure))
-                    # Ray restarts the actor behind this handle (`max_restarts`).
-                    self.start(actor)
+                if self._start_again(actor, failure):
                     continue
                 self._record_failure(failure)
             # The worker has ended for good. Killing its actor frees its cores and GPUs.
             ray.kill(actor)
         self._stop_if_over()
-        return bool(self._actors) and not self._control.at_once
+        # A second signal ends the command at once, without waiting for the workers.
+        must_wait = not self._control.at_once
+        return bool(self._actors) and must_wait
+
+    def _start_again(self, actor: Any, failure: RayError) -> bool:
+        """Call an actor again that died or is unreachable; return False if its worker ends for good.
+
+        A worker ends for good while the workers are stopping, and after MOST_DEATHS deaths of all workers.
+        """
+        is_unreachable = isinstance(failure, ActorUnavailableError)
+        if is_unreachable:
+            # Ray does not know yet whether the actor died, so this does not count as a death.
+            time.sleep(TIMING.ray_poll)
+        else:
+            self._deaths += 1
+        if self._stop_reason is not None or self._deaths > MOST_DEATHS:
+            return False
+        if is_unreachable:
+            log.warning("a worker cannot be reached, and is called again: %s", _first_line(failure))
+        else:
+            log.warning("a worker died and is restarted: %s", _first_line(failure))
+        # If the actor died, Ray restarts it behind this handle (`max_restarts`).
+        self.start(actor)
+        return True
 
     def close(self) -> None:
         """Kill the workers that have not ended."""

@@ -172,8 +172,13 @@ def test_bad_options_are_one_line(options: list[Any], said: str, tmp_path: Path)
     assert re.search(said, refused(tmp_path, *options))
 
 
-def test_a_worker_out_of_reach_has_not_died(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ray may take half a minute to see that a node is gone: that is no death for each time it was asked."""
+def test_a_worker_out_of_reach_has_not_died(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray may take half a minute to see that a node is gone: that is no death for each time it was asked.
+
+    The log does not call the worker dead either.
+    """
     from ray.exceptions import ActorUnavailableError  # noqa: PLC0415
 
     from batchrunner.core.timing import TIMING  # noqa: PLC0415
@@ -200,6 +205,8 @@ def test_a_worker_out_of_reach_has_not_died(monkeypatch: pytest.MonkeyPatch, tmp
         pass
     assert workers.error is None
     assert workers.last is not None
+    assert caplog.text.count("a worker cannot be reached, and is called again: ") == 9
+    assert "died" not in caplog.text
 
 
 def test_sigterm_while_ray_connects(tmp_path: Path) -> None:
