@@ -48,7 +48,8 @@ from batchrunner.runner.work import plan_failed_rows
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Maximum number of deaths of all workers together. After one more, a dead worker is not restarted."""
+"""Maximum number of deaths of all workers together. After one more, a dead worker is not restarted. A death
+counts only if Ray reports it as such (ActorDiedError)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,18 +301,17 @@ class Workers:
 
         A worker ends for good while the workers are stopping, and after MOST_DEATHS deaths of all workers.
         """
-        is_unreachable = isinstance(failure, ActorUnavailableError)
-        if is_unreachable:
-            # Ray does not know yet whether the actor died, so this does not count as a death.
+        may_be_alive = isinstance(failure, ActorUnavailableError)
+        if may_be_alive:
+            # The connection is lost, and Ray does not know yet whether the actor died. While it finds out, it
+            # may raise this error many times, so the error does not count as a death.
             time.sleep(TIMING.ray_poll)
         else:
             self._deaths += 1
         if self._stop_reason is not None or self._deaths > MOST_DEATHS:
             return False
-        if is_unreachable:
-            log.warning("a worker cannot be reached, and is called again: %s", _first_line(failure))
-        else:
-            log.warning("a worker died and is restarted: %s", _first_line(failure))
+        what_happened = "died or cannot be reached" if may_be_alive else "died"
+        log.warning("a worker %s, and is started again: %s", what_happened, _first_line(failure))
         # If the actor died, Ray restarts it behind this handle (`max_restarts`).
         self.start(actor)
         return True
