@@ -85,6 +85,7 @@ bench-large-runs: .venv/.light ## Memory and time of whole commands at 100,000 a
 bench-many-workers: .venv/.light ## Shared storage, takeovers and waits with 1 to 1,000 workers, in virtual time
 bench-many-processes: .venv/.light ## 64 real processes that share a run, eight of them killed
 bench-resume: .venv/.light ## Resume, retry and merge of a nearly finished run of a million to a hundred million rows
+bench-time-left: $(ENGINE) ## Time left of eleven real runs beside the truth, also on a real engine
 bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
 bench-order-simulated: .venv/.light ## Computed prompt tokens in the order of the runner, on replicas, simulated
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine

@@ -109,7 +109,7 @@ def generate(
     answers: Sequence[str] = (),
     accept: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
-    on_repetition: OnRepetition = "keep",
+    on_repetition: OnRepetition = "auto",
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,

@@ -30,6 +30,8 @@ LEFT_OUT = "left_out"
 """Finish reason of a row that `prompt.python` left out. No engine reports it."""
 FinishReason = str
 """Why an output ended: SGLang's "stop", "length" or "abort", or batchrunner's REPETITION."""
+RepeatedText = Literal["prose", "any"]
+"""Text whose endless repetition ends an answer."""
 PROMPT = "prompt.python"
 """Job field of the Python function that makes the prompt of a row."""
 PARSE = "parse"
@@ -138,8 +140,8 @@ class Request(NamedTuple):
     """Choices to score, or documents to rerank; they are combined with the prompt."""
     item_ids: tuple[list[int], ...] = ()
     """Token ids of the choices after the prompt; empty if this process does not tokenize them."""
-    stops_repetition: bool = False
-    """Whether generation is stopped once the answer repeats the same text without end."""
+    stops_repetition: RepeatedText | None = None
+    """Text whose endless repetition ends the answer; None if every answer goes on."""
 
     @property
     def shown(self) -> Any:

@@ -211,7 +211,10 @@ class AnswerConditions:
         self._fails_cut_thinking = job.on_length in {"fail", "longer"}
         """Whether an answer fails if its thinking was truncated. The job itself must say so: the default of
         `on_length` in the plan concerns only the answer."""
-        self._fails_repetition = plan.on_repetition == "fail"
+        self._fails_repetition = plan.on_repetition == "fail" or (
+            # An answer that was stopped by default would otherwise have been truncated, and failed for that.
+            plan.on_repetition == "auto" and job.on_length in {"fail", "longer"}
+        )
         """Whether an answer fails if it repeats itself without end."""
         self._only_with_schema = job.on_length is None
         """Whether a truncated answer fails only if its request has a schema. This is so if the job sets no

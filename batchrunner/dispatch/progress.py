@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
 """Kinds of incidents that report.json lists. Other incidents are only in the event log."""
+DOWN = frozenset({"died", "hangs", "lost", "adapts"})
+"""Kinds of incidents after which a server answers no rows until the incident `back`."""
 SPAN_S = 30.0
 """Seconds over which a rate is averaged."""
 PACE_ROWS = 32
@@ -79,19 +81,33 @@ class TimeLeft:
         """Start without ended rows; `row_s` is the estimated time of a row in seconds."""
         self._rows = self._seconds = 0.0
         """Number of ended rows and their time in seconds; the older a row is, the less it counts."""
-        self._done = 0
+        self._done = 0.0
         self._began = now
         self._ended = now
+        self._updated = now
+        """Time of the last call of `update` or `stand_still`."""
         self._expected_s = row_s or 0.0
         # Weight of the estimated time per row, from 0 to 1. The measured time has the rest.
         self._trust = 1.0 if row_s else 0.0
 
-    def update(self, now: float, done: int, in_flight: int, remaining: int) -> float | None:
+    def stand_still(self, now: float) -> None:
+        """Do not count the time since the last call, because no server was up.
+
+        Otherwise the time left would count down while no row can end, and rows would seem slow afterwards.
+        """
+        pause_s = now - self._updated
+        self._began += pause_s
+        self._ended += pause_s
+        self._updated = now
+
+    def update(self, now: float, done: float, in_flight: int, remaining: float) -> float | None:
         """Record the rows that ended so far; return the seconds until the remaining rows have ended.
 
+        The done part of an open rollout counts in `done` as a fraction of a row, and not in `remaining`.
         Without an estimate, the result is None until as many rows have ended as are in flight, because quick
         rows end first. While no further row ends, the time counts down. It is None once it would be negative.
         """
+        self._updated = now
         # As long as the input is being read or sorted, the clock does not run.
         if not done and not in_flight:
             self._began = self._ended = now
@@ -112,7 +128,7 @@ class TimeLeft:
             return None
         return round(left_s, 1) if left_s >= 0 else None
 
-    def _update_pace(self, now: float, done: int, in_flight: int) -> None:
+    def _update_pace(self, now: float, done: float, in_flight: int) -> None:
         """Add the rows that ended since the last call to the average time per row; older rows count less."""
         ended = done - self._done
         half_life_rows = max(PACE_ROWS, PACE_ROUNDS * in_flight, PACE_SHARE * self._done)
@@ -123,7 +139,7 @@ class TimeLeft:
         # The more rows have ended, the less the estimate counts.
         self._trust *= weight
 
-    def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
+    def _contradicts_estimate(self, elapsed_s: float, done: float, in_flight: int, total: float) -> bool:
         """Tell whether rows are much slower or quicker than estimated, by more than chance explains.
 
         The run is late if it took longer than the estimate for all ended rows and all rows in flight. It is
@@ -140,12 +156,12 @@ class TimeLeft:
         return elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - least_difference_s)
 
 
-def _tolerance(done: int, in_flight: int = 0) -> float:
+def _tolerance(done: float, in_flight: int = 0) -> float:
     """Return the factor by which the mean time of the ended rows may differ from the true mean.
 
     Rows in flight widen the tolerance, because time was spent on them although they have not ended.
     """
-    done = max(1, done)
+    done = max(1.0, done)
     return 1 + max(CONTRADICTION, CHANCE / math.sqrt(done), in_flight / done)
 
 
@@ -267,6 +283,8 @@ class AttemptProgress:
         self._rates = Rates(self.began, counts=4)
         self._time_left = TimeLeft(self.began, self.row_s)
         self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by scheduler
+        self._down: set[str] = set()
+        """Names of the servers that answer no rows at present."""
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
@@ -281,6 +299,10 @@ class AttemptProgress:
         for incident in self.engine.incidents():
             values = {"who": incident.who, "why": incident.why, **incident.facts}
             self.events.write(f"engine_{incident.what}", **values)
+            if incident.what in DOWN:
+                self._down.add(incident.who)
+            elif incident.what == "back":
+                self._down.discard(incident.who)
             if incident.what in REPORTED:
                 self.incidents.append({"what": incident.what, **values})
 
@@ -292,7 +314,11 @@ class AttemptProgress:
         )
         total, done = self.rows.total, len(self.done) + counts.done
         stopping, in_flight = self.backlog.is_stopping, self.routes.in_flight
-        left_s = self._time_left.update(now, counts.own, in_flight, total - done)
+        # Rows of rollouts end in waves, whereas their requests are answered steadily.
+        begun = self.rollouts.done_of_open if self.rollouts is not None else 0.0
+        if self._down and len(self._down) >= len([*self.routes]):
+            self._time_left.stand_still(now)
+        left_s = self._time_left.update(now, counts.own + begun, in_flight, total - done - begun)
         all_counts = self.done.counts_of_failed, self.done.counts_of_answered, counts
         background = self.load.background
         bands = {}

@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -114,6 +116,19 @@ class Rollout:
     def has_all_answers(self) -> bool:
         """Whether no request of the rollout is pending."""
         return all(answer.done() for answer in self.answers.values())
+
+    @property
+    def answered(self) -> int:
+        """Number of its requests that were answered."""
+        return sum(answer.done() for answer in self.answers.values())
+
+
+def work_done(answered: Iterable[int], answers_a_row: float) -> float:
+    """Return the work on open rows that is done, as a number of rows.
+
+    `answered` has the number of answers of each row, and a finished row had `answers_a_row` on average.
+    """
+    return math.fsum(min(1.0, answers / answers_a_row) for answers in answered)
 
 
 class RolloutProcess(HookProcess):
@@ -229,6 +244,8 @@ class Rollouts:
         self._reserved_columns = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self.job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
         """Rollouts without a result so far."""
+        self._ended = self._answers_of_ended = 0
+        """Number of rollouts that have ended, and of all their answers."""
         self._starting: set[Rollout] = set()
         """Rollouts that are expected to send their first request soon."""
         self._processes: list[RolloutProcess] = []
@@ -236,6 +253,13 @@ class Rollouts:
         """Limits the number of processes that each run a single rollout."""
         self._numbers = count(1)
         self._warned_of_block = False
+
+    @property
+    def done_of_open(self) -> float:
+        """Work on the open rows that is done, as a number of rows; 0 until a row with answers has ended."""
+        if not self._answers_of_ended:
+            return 0.0
+        return work_done((rollout.answered for rollout in self._open), self._answers_of_ended / self._ended)
 
     def state(self) -> dict[str, int]:
         """Count the open rows, those that wait for tools or a blocked process, and the requests (turns)."""
@@ -300,6 +324,8 @@ class Rollouts:
                 rollout.answers[key].set_result(outcome)
         rows, error = await self._result_of(rollout)
         outcome = _outcome_of(rollout, rows, error and hidden(error), time.monotonic() - began)
+        self._ended += 1
+        self._answers_of_ended += rollout.answered
         await self._drop_answers(rollout, is_done=error is None)
         self._open.discard(rollout)
         self._starting.discard(rollout)  # it may have ended without any request

@@ -3,10 +3,14 @@
 A model that falls into a loop writes the same characters again and again until `max_new_tokens`. A text
 repeats itself if its end is periodic: each character equals the character one period before it. Tables, logs
 and poems repeat characters too. So the periodic end counts only if it is long, in characters and in periods.
-docs/benchmarks.md has the rate of false alarms.
+
+However long the periodic end is, it may still be data: some tables, logs and images in base64 have thousands
+of equal records in a row. Prose has none. So a run that stops answers by default stops prose only.
+docs/benchmarks.md has the rates of false alarms.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,11 +23,27 @@ LONGEST_PERIOD = 2048
 REPEATED_CHARACTERS = LEAST_CHARACTERS - LEAST_CHARACTERS // LEAST_PERIODS
 """Number of characters at the end of a text that must also occur one period earlier: the shortest repetition
 without its first period."""
-WINDOW = LONGEST_PERIOD * LEAST_PERIODS
-"""Number of characters at the end of a text that are examined."""
+PROBE = 64
+"""Number of characters at the end of a text that are searched for first, because the end of most answers
+occurs only once."""
 LEAST_IN_PROMPT = 64
 """Minimum length of a repetition in a prompt, in characters or token ids. Shorter repetitions, such as rules
 and indentation, are common in prompts."""
+LEAST_MENTIONED = 0.75
+"""Share of a period that a prompt must contain to mention the period. A prompt may quote the period without
+its line break, or with another first token."""
+LEAST_LETTERS = 0.6
+"""Minimum share of letters and spaces in prose. Lists of ingredients and other short lines have 0.7, rows of
+numbers far less."""
+_SENTENCE = re.compile(r"(?:\b[a-z']+,? ){8}")
+"""Matches eight plain words in a row. In texts that were measured, lines of a log that recur without a change
+have at most five."""
+_SEPARATE_WORDS = re.compile(r" |[^\x00-\u2e7f]")
+"""Matches a space, or a character of a script that needs no spaces. Base64, DNA and a column of a table have
+neither."""
+_MARKS_OF_DATA = re.compile(r"""[{}\[\]<>=|+_\\"\t]|\w\(|[.,;:][^\s.')*\u2019\u201d]|(?<![.!?:])  (?!\n)""")
+"""Matches the marks of code, tables and logs: brackets, quotes, operators, a call, columns that are aligned
+by spaces, or a punctuation mark without a space after it, as in `a.b`, in CSV and in times of day."""
 
 
 class Repetition(NamedTuple):
@@ -45,20 +65,36 @@ def find_repetition(text: str) -> Repetition | None:
 
     The period is the distance from the last REPEATED_CHARACTERS of the text to their previous occurrence.
     """
-    window = text[-WINDOW:]
-    period = _distance_to_repeat(window, REPEATED_CHARACTERS)
-    if period is None or period > LONGEST_PERIOD:
+    is_too_short = len(text) < LEAST_CHARACTERS
+    if is_too_short or text[-PROBE:] not in text[-LONGEST_PERIOD - PROBE : -1]:
+        return None
+    period = _distance_to_repeat(text[-LONGEST_PERIOD - REPEATED_CHARACTERS :], REPEATED_CHARACTERS)
+    if period is None:
         return None
     # The repetition must have at least LEAST_PERIODS periods and LEAST_CHARACTERS characters. Only its last
     # REPEATED_CHARACTERS characters have been compared so far.
     length = max(LEAST_CHARACTERS, LEAST_PERIODS * period)
-    if len(window) < length or window[-length + period :] != window[-length:-period]:
+    if len(text) < length or text[-length + period :] != text[-length:-period]:
         return None
     start = len(text) - length
     # The repetition may begin further to the left.
     while start and text[start - 1] == text[start - 1 + period]:
         start -= 1
     return Repetition(start, period)
+
+
+def is_prose(period: str) -> bool:
+    """Tell whether the text of one period is prose, and not code, a row of a table, or encoded data."""
+    # A sentence or a mark may lie across the end of the period.
+    two_periods = period * 2
+    if _SENTENCE.search(two_periods) is not None:
+        return True
+    letters = sum(map(str.isalpha, period)) + period.count(" ")
+    return (
+        letters >= LEAST_LETTERS * len(period)
+        and _SEPARATE_WORDS.search(period) is not None
+        and _MARKS_OF_DATA.search(two_periods) is None
+    )
 
 
 def _distance_to_repeat(text: str, length: int) -> int | None:
@@ -85,6 +121,24 @@ def repeats_in_prompt(prompt: str | Sequence[int], output: str | Sequence[int]) 
     # The prompt must have at least two periods in a row, and LEAST_IN_PROMPT characters.
     periods = max(2, math.ceil(LEAST_IN_PROMPT / period))
     return output_text[-period:] * periods in prompt_text
+
+
+def is_mentioned(prompt: str | Sequence[int], output: str | Sequence[int]) -> bool:
+    """Tell whether a prompt contains one period of the repetition at the end of an output, or most of it.
+
+    Such a prompt may ask for the repetition: "Write this sentence 500 times". Prompt and output must both be
+    texts, or both be token ids.
+    """
+    prompt_text, output_text = _as_text(prompt), _as_text(output)
+    period = _distance_to_repeat(output_text, min(len(output_text) // 2, LEAST_IN_PROMPT))
+    if not period:
+        return False
+    length = math.ceil(LEAST_MENTIONED * period)
+    two_periods = output_text[-2 * period :]
+    # A whole period in the prompt contains a part from each of these starts or the next, so that a few parts
+    # of a long period are enough.
+    starts = range(0, period, max(1, period // 16))
+    return any(two_periods[start : start + length] in prompt_text for start in starts)
 
 
 def _as_text(sequence: str | Sequence[int]) -> str:

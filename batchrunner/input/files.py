@@ -27,7 +27,15 @@ from batchrunner.core.errors import (
     first_line,
     or_away,
 )
-from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
+from batchrunner.core.files import (
+    COMPRESSIONS,
+    ENDINGS,
+    FileFormat,
+    format_of,
+    is_below,
+    is_special,
+    known_format,
+)
 from batchrunner.input.compression import (
     DECOMPRESSION_ERRORS,
     HEAD_BYTES,
@@ -121,9 +129,9 @@ def find_files(
         except read_errors(fs) as failure:
             # The path exists but cannot be read, for example for lack of permission.
             raise _inaccessible(name, failure) from None
-        files_outside_run = {real: file for real, file in files.items() if run not in Path(real).parents}
+        outside_run = {real: file for real, file in files.items() if not (run and is_below(real, run))}
         # If only files of the run match, the user wants them, for example to read its results again.
-        files = files_outside_run or files
+        files = outside_run or files
         if is_directory:
             files = _of_one_kind(name, files)
         if not files:
@@ -211,7 +219,8 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
         hint = None if path.is_absolute() else f"relative paths are looked up in {Path.cwd()}"
         raise InputError(f"{pattern}: no such file or directory", hint=hint)
     # Only the directory is resolved: two links in it that lead to the same file are two input files.
-    return {str(file.parent.resolve() / file.name): str(file) for file in files}, is_directory
+    real_directories = {directory: directory.resolve() for directory in {file.parent for file in files}}
+    return {str(real_directories[file.parent] / file.name): str(file) for file in files}, is_directory
 
 
 def _of_one_kind(directory: str, files: Mapping[str, str]) -> dict[str, str]:

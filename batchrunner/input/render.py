@@ -13,7 +13,16 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import Faults, InputError, JobError, RowRefusedError
 from batchrunner.core.media import PromptFile
-from batchrunner.core.types import ROLLOUT, Outcome, PromptKind, Request, RequestBody, RowRef, Tools
+from batchrunner.core.types import (
+    ROLLOUT,
+    Outcome,
+    PromptKind,
+    RepeatedText,
+    Request,
+    RequestBody,
+    RowRef,
+    Tools,
+)
 from batchrunner.input.dataset import (
     ColumnSource,
     Row,
@@ -34,7 +43,7 @@ from batchrunner.input.templates import (
     template_of_column,
     with_fields,
 )
-from batchrunner.job.answers import AnswerPlan, takes_row
+from batchrunner.job.answers import LEAST_ROOM, AnswerPlan, takes_row
 from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, THINKING, FromColumn, SamplingSpec
@@ -104,7 +113,7 @@ class Renderer:
         self._shared_fields: dict[str, Any] = {
             "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
             "asks": answers.asks, "task": answers.task,
-            "stops_repetition": answers.on_repetition != "keep",
+            "stops_repetition": _repetition_to_stop(job, answers),
         }  # fmt: skip
         with faults.collect():
             for field, value in _other_fields(job, dataset).items():
@@ -528,6 +537,21 @@ _COLUMN_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
 Each entry is a test of the type, and the type's name in messages. The columns of all other parameters must
 hold numbers.
 """
+
+
+def _repetition_to_stop(job: Job, answers: AnswerPlan) -> RepeatedText | None:
+    """Return the text whose endless repetition ends an answer of a job; None if every answer goes on."""
+    if answers.on_repetition == "keep":
+        return None
+    if answers.on_repetition != "auto":
+        return "any"
+    most_tokens = job.sampling.max_new_tokens
+    # `on_length: longer` raises the limit of a row.
+    has_room = isinstance(most_tokens, FromColumn) or most_tokens >= LEAST_ROOM or job.on_length == "longer"
+    needs_whole_answer = answers.asks is not None and answers.asks.of_tokens
+    # The function of a rollout trains on the answers, or judges them. It decides itself what to discard.
+    is_rollout = job.prompt.rollout is not None
+    return "prose" if has_room and not needs_whole_answer and not is_rollout else None
 
 
 def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict[str, Any], dict[str, str]]:

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
 
 
+LEAST_ROOM = 2048
+"""With `on_repetition: auto`, an answer is watched if its `max_new_tokens` is at least this number.
+
+A repetition takes 500 tokens until it is certain, and a shorter answer has little to save. Jobs that keep the
+default `max_new_tokens` of 1,024, and jobs with short answers, are sent without any events.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
     """Additional result columns of a run, and the checks of its answers."""
@@ -50,7 +58,7 @@ class AnswerPlan:
     on_length: OnLength = "keep"
     """What happens to an answer that was truncated at `max_new_tokens`."""
     on_repetition: OnRepetition = "keep"
-    """What happens to an answer that repeats itself without end."""
+    """What happens to an answer that repeats itself without end. `keep` for tasks and batch files."""
     tries: int = 1
     """Maximum number of answers of a row until one passes the checks."""
     checks: bool = False

@@ -63,7 +63,7 @@ class LibraryCall:
     answers: Sequence[str] = ()
     accept: Mapping[str, Any] | None = None
     on_length: OnLength | None = None
-    on_repetition: OnRepetition = "keep"
+    on_repetition: OnRepetition = "auto"
     own_rows: bool = False
     """Whether the program passes the rows themselves instead of paths of files.
 

@@ -101,7 +101,7 @@ def task_faults(task: TaskName, fields: Collection[str]) -> Iterator[str]:
 
 
 OnLength: TypeAlias = Literal["keep", "fail", "longer"]
-OnRepetition: TypeAlias = Literal["keep", "stop", "fail"]
+OnRepetition: TypeAlias = Literal["auto", "keep", "stop", "fail"]
 
 
 class AcceptSpec(Spec):
@@ -266,10 +266,11 @@ class Job(Spec):
     """Treatment of an answer that was truncated at `max_new_tokens`. `keep`: accept the answer. `fail`:
     reject it. `longer`: send the row again with twice the tokens, at most three times. Default: `fail` if a
     JSON Schema is checked, else `keep`."""
-    on_repetition: OnRepetition = "keep"
+    on_repetition: OnRepetition = "auto"
     """Treatment of an answer that repeats itself without end. `keep`: let it continue to `max_new_tokens`.
     `stop`: end it, and keep its text up to the first repeat (`finish_reason` repetition). `fail`: end and
-    reject it, so that `accept.tries` applies."""
+    reject it, so that `accept.tries` applies. `auto`: as `stop`, but only for prose, and only in rows that
+    have 2,048 or more new tokens and nothing that may demand repetition."""
     limits: LimitsSpec = LimitsSpec()
     """Limits at which a row fails, a run stops, or a run counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"

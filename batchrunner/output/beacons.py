@@ -1,10 +1,11 @@
 """Beacons: empty files by which the workers of a shared run show that they are running.
 
 A worker that holds leases (ranges of rows) has one beacon in the directory of leases, such as
-`alive.NAME.TOKEN.000125`. It renames the file at each heartbeat. The number is the time of the heartbeat, in
-seconds since the worker started. One listing of the directory therefore shows the last heartbeat of all
-workers. So watching a thousand workers costs a file server as much as watching two. An observer that lists
-the directory rarely still knows how long a worker has been silent.
+`alive.NAME.MACHINE.TOKEN.000125_000012.0_000013.0`. It renames the file at each heartbeat. The first number
+is the time of the heartbeat, in seconds since the worker started. Behind it are the names of leases that the
+worker holds, so that others need not read who holds them. One listing of the directory therefore shows the
+last heartbeat of all workers. So watching a thousand workers costs a file server as much as watching two. An
+observer that lists the directory rarely still knows how long a worker has been silent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from batchrunner.output.liveness import (
     FRESH_S,
     HEARTBEAT_S,
     STORE_FRESH_S,
+    STORE_HEARTBEAT_S,
     LivenessMonitor,
     judge_holder,
     monitor_of,
@@ -31,35 +33,48 @@ from batchrunner.output.liveness import (
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.store import Store
 
-_NAME = re.compile(r"alive\.(.+)\.([0-9a-f]+)\.(\d{6,})")
+_NAME = re.compile(
+    r"alive\.(?P<task>.+)\.(?P<machine>[0-9a-f]{8})\.(?P<token>[0-9a-f]+)"
+    r"\.(?P<seconds>\d{6,})(?P<leases>(_\d{6,}\.\d+)*)"
+)
+LEASES_SHOWN = 8
+"""Maximum number of leases in the name of a beacon, because a file name has at most 255 bytes."""
 OWNERS_READ = 8
 """Maximum number of workers whose file `owner` is read after a listing, beginning with the most silent.
 
-`owner` shows at once if a worker on this machine was killed. Heartbeats show it only after DEAD_AFTER_S.
+`owner` shows at once if a worker on this machine was killed. Heartbeats show it only after `silence_s`.
 """
-SILENCE_S = DEAD_AFTER_S - HEARTBEAT_S
-"""Seconds since the last heartbeat after which a worker is dead.
+TAKEOVER_S = 1.0
+"""Seconds that are set aside for the listing after which a worker counts as dead, and for its replacement."""
 
-An observer may date a heartbeat too late, by up to the pause between two heartbeats. On a file system that is
-HEARTBEAT_S, so a worker is replaced within DEAD_AFTER_S of its death. In an object store it is
-STORE_HEARTBEAT_S, which may take 10 s longer.
-"""
+
+def silence_s(heartbeat_s: float) -> float:
+    """Return the seconds since the last heartbeat after which a worker is dead.
+
+    `heartbeat_s` is the pause between two heartbeats. An observer may date a heartbeat too late, by up to
+    this pause. The sum is such that a worker is replaced within DEAD_AFTER_S of its death. On NFS, where
+    heartbeats are 5 s apart, a listing may be 60 s old, so that a running worker may seem silent for 65 s.
+    """
+    return DEAD_AFTER_S - heartbeat_s - TAKEOVER_S
 
 
 class Beacon:
     """The beacon of this worker: an empty file whose name shows its last heartbeat. Thread-safe."""
 
-    def __init__(self, directory: Path, task: str, token: str, store: Store) -> None:
+    def __init__(self, directory: Path, task: str, holder: LockHolder, store: Store) -> None:
         """Prepare the beacon; `light` creates its file.
 
-        `directory` contains the leases (claimed ranges of rows). `token` is this worker's random name.
+        `directory` contains the leases (claimed ranges of rows). `holder` is this worker, as its lock names
+        it.
         """
         self._directory = directory
-        self._prefix = f"alive.{task}.{token}"
+        self._prefix = f"alive.{task}.{holder.machine_key}.{holder.token}"
         self._store = store
         self._began = time.monotonic()
         self._seconds = 0
         """Time of the last heartbeat, in seconds since `_began`."""
+        self._leases: Sequence[str] = ()
+        """Names of the leases that this worker holds, for the next name of the beacon."""
         self._path: Path | None = None
         """Current path of the beacon; None while there is none."""
         self._turn = threading.Lock()
@@ -72,6 +87,10 @@ class Beacon:
                 path = self._next_path()
                 self._store.mark(path)
                 self._path = path
+
+    def show(self, leases: Sequence[str]) -> None:
+        """Show the names of these leases from the next heartbeat on: all or the first of them."""
+        self._leases = leases[:LEASES_SHOWN]
 
     def beat(self) -> None:
         """Rename the file of the beacon, if there is one, to show other workers that this one runs.
@@ -93,7 +112,8 @@ class Beacon:
 
     def _next_path(self) -> Path:
         self._seconds = max(self._seconds + 1, int(time.monotonic() - self._began))
-        return self._directory / f"{self._prefix}.{self._seconds:06d}"
+        leases = "".join(f"_{lease}" for lease in self._leases)
+        return self._directory / f"{self._prefix}.{self._seconds:06d}{leases}"
 
 
 @dataclass(slots=True)
@@ -101,6 +121,8 @@ class _Sighting:
     """A worker's beacon as it was last seen."""
 
     token: str
+    machine_key: str
+    """Key of the worker's machine (`LockHolder.machine_key`)."""
     seconds: int
     """Time of the last heartbeat by the worker's clock, from the newest name."""
     seen_at: float
@@ -111,13 +133,22 @@ class _Sighting:
     """`seen_at` minus `seconds`: the difference between the two clocks, plus the delay of the listing."""
     has_moved: bool = False
     """Whether the observer has seen a heartbeat (a change of the name)."""
+    leases: Sequence[str] = ()
+    """Names of leases that the worker held at its last heartbeat."""
     names: list[str] = field(default_factory=list)
     """Names of the beacon in the last listing: one, or two after an interrupted rename in an object store."""
 
     @classmethod
-    def first(cls, token: str, seconds: int, now: float) -> _Sighting:
+    def first(cls, *, token: str, machine_key: str, seconds: int, now: float) -> _Sighting:
         """Return the record of a beacon that appears for the first time, in a listing at the time `now`."""
-        return cls(token=token, seconds=seconds, seen_at=now, beat_at=now, offset=now - seconds)
+        return cls(
+            token=token,
+            machine_key=machine_key,
+            seconds=seconds,
+            seen_at=now,
+            beat_at=now,
+            offset=now - seconds,
+        )
 
     def move(self, seconds: int, *, now: float, looked_at: float) -> None:
         """Record a newer name, and estimate the time of its heartbeat by the observer's clock.
@@ -137,7 +168,7 @@ class _Sighting:
 class BeaconWatch:
     """Judges from the beacons of the other workers which of them are dead.
 
-    A worker on another machine is dead if its last heartbeat was SILENCE_S ago by this machine's clock. A
+    A worker on another machine is dead if its last heartbeat was `silence_s` ago by this machine's clock. A
     worker on this machine is looked up in /proc.
     """
 
@@ -145,7 +176,9 @@ class BeaconWatch:
         """Watch the other workers of a run; `run_dir` is the one of this worker."""
         self._run_dir = run_dir
         self._me: LockHolder = this_process()
-        self._fresh_s = FRESH_S if run_dir.store.objects is None else STORE_FRESH_S
+        is_local = run_dir.store.objects is None
+        self._fresh_s = FRESH_S if is_local else STORE_FRESH_S
+        self._silence_s = silence_s(HEARTBEAT_S if is_local else STORE_HEARTBEAT_S)
         self._looked_at = time.monotonic()
         """Time of the last call of `look`."""
         self._sightings: dict[str, _Sighting] = {}
@@ -182,7 +215,7 @@ class BeaconWatch:
         """
         now = time.monotonic()
         times = [
-            sighting.beat_at + SILENCE_S - now
+            sighting.beat_at + self._silence_s - now
             for task, sighting in self._sightings.items()
             if self._runs[task] is None
         ]
@@ -199,29 +232,38 @@ class BeaconWatch:
         now = time.monotonic()
         # In an object store, a rename creates a new object and then deletes the old one. If the worker is
         # killed in between, both names remain. The newest counts.
-        beacons: dict[str, list[tuple[int, str, str]]] = {}  # by worker: seconds, token and name
+        beacons: dict[str, list[re.Match[str]]] = {}
         for match in filter(None, map(_NAME.fullmatch, names)):
-            task, token, seconds = match.groups()
-            if task != self._run_dir.task:
-                beacons.setdefault(task, []).append((int(seconds), token, match[0]))
+            if match["task"] != self._run_dir.task:
+                beacons.setdefault(match["task"], []).append(match)
         last_sightings, self._sightings = self._sightings, {}
-        for task, beacons_of_task in beacons.items():
-            seconds, token, _ = max(beacons_of_task)
+        for task, matches in beacons.items():
+            newest = max(matches, key=lambda match: int(match["seconds"]))
+            seconds = int(newest["seconds"])
             sighting = last_sightings.get(task)
-            if sighting is None or sighting.token != token:
-                sighting = _Sighting.first(token, seconds, now)
+            if sighting is None or sighting.token != newest["token"]:
+                sighting = _Sighting.first(
+                    token=newest["token"], machine_key=newest["machine"], seconds=seconds, now=now
+                )
             elif seconds > sighting.seconds:
                 sighting.move(seconds, now=now, looked_at=self._looked_at)
-            sighting.names = [name for _, _, name in beacons_of_task]
+            sighting.names = [match[0] for match in matches]
+            sighting.leases = newest["leases"].split("_")[1:]
             self._sightings[task] = sighting
         self._looked_at = now
         # A worker renames its beacon at each heartbeat, so a recent rename proves that it runs.
         self._runs = {
             task: True if self._is_fresh(sighting) else None for task, sighting in self._sightings.items()
         }
-        # Judging a worker means reading its `owner`, so only those that were silent longest are judged.
-        by_silence = sorted(self._sightings, key=lambda task: self._sightings[task].beat_at)
-        for task in by_silence[:OWNERS_READ]:
+        # Judging a worker means reading its `owner`. After a heartbeat, the `owner` of a worker on another
+        # machine shows nothing new. Of the other workers, those that were silent longest are judged.
+        doubtful = [
+            task
+            for task, sighting in self._sightings.items()
+            if not self._runs[task] or sighting.machine_key == self._me.machine_key
+        ]
+        doubtful.sort(key=lambda task: self._sightings[task].beat_at)
+        for task in doubtful[:OWNERS_READ]:
             self._runs[task] = self._judge(task, self._sightings[task])
 
     def look_without_beacons(self, tasks: Iterable[str]) -> None:
@@ -231,6 +273,14 @@ class BeaconWatch:
         """
         for task in tasks:
             self._runs[task] = self._poll_owner(task)
+
+    def leases_except(self, task: str) -> set[str]:
+        """Return the names of the leases that the beacons of other workers than `task` show.
+
+        These workers took the leases, since only one worker can take a lease. They may have ended them since.
+        """
+        others = (sighting for name, sighting in self._sightings.items() if name != task)
+        return {lease for sighting in others for lease in sighting.leases}
 
     def remove(self, task: str) -> None:
         """Delete the beacon of a dead worker, whose leases have ended. Raises OSError if that fails."""
@@ -256,7 +306,7 @@ class BeaconWatch:
             holder,
             self._me,
             silent_s=self._looked_at - sighting.beat_at,
-            dead_after_s=SILENCE_S,
+            dead_after_s=self._silence_s,
             is_fresh=self._is_fresh(sighting),
         )
 

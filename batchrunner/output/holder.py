@@ -8,6 +8,7 @@ import secrets
 import socket
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from zlib import crc32
 
 import orjson
 
@@ -46,6 +47,11 @@ class LockHolder:
 
     Used only in an object store.
     """
+
+    @property
+    def machine_key(self) -> str:
+        """Key of the machine in eight hexadecimal digits: two processes on one machine have the same key."""
+        return f"{crc32(f'{self.host} {self.machine}'.encode()):08x}"
 
     def __str__(self) -> str:
         """Return the name of the process for messages."""

@@ -76,7 +76,7 @@ def _conditions(job: Job) -> dict[str, Any]:
         "on_length": job.on_length,
     }
     # The default is left out. Then runs that are older than this field can be resumed.
-    if job.on_repetition != "keep":
+    if job.on_repetition != "auto":
         conditions["on_repetition"] = job.on_repetition
     return conditions
 

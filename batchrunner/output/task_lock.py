@@ -65,7 +65,8 @@ if TYPE_CHECKING:
 TRUSTED_S = 45.0
 """Seconds for which a process may trust its lock in an object store after a heartbeat.
 
-This is less than DEAD_AFTER_S, the silence after which other processes take the lock over.
+Other processes take the lock over only after a longer silence: 59 s for a worker that holds leases
+(`silence_s`), otherwise DEAD_AFTER_S.
 """
 DIRECTORY_TRIES = 100
 """Maximum number of tries to create `owner` while other processes delete its directory."""
@@ -109,6 +110,11 @@ class TaskLock(ABC):
     def token(self) -> str:
         """Random name of this process, a part of the names of its files."""
         return self._me.token
+
+    @property
+    def holder(self) -> LockHolder:
+        """Identity of this process, which the lock names while this process holds it."""
+        return self._me
 
     def acquire(self, dead_owner: bytes | None = None) -> None:
         """Acquire the lock; wait up to DEAD_AFTER_S for a heartbeat if it is held on another machine.

@@ -157,6 +157,11 @@ class Report:
         if truncated > self.rows_cut:
             outputs = counted(truncated, "output")
             lines.append(f"{outputs} truncated at max_new_tokens (finish_reason length)")
+        if REPETITION in self.finish_reasons:
+            lines.append(
+                f"outputs that repeat themselves end at the first repeat (finish_reason {REPETITION}); "
+                "on_repetition: keep lets them go on"
+            )
         if self.rows_thinking_cut:
             rows = counted(self.rows_thinking_cut, "row")
             lines.append(

@@ -41,7 +41,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, raise_total
 from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.control import Control
-from batchrunner.runner.leases import LeasePlan, Leases, next_lease
+from batchrunner.runner.leases import LeasePlan, Leases, lease_name, next_lease
 from batchrunner.runner.plan import RunState, StartOptions, check_retry, has_grown, plan_run
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.reuse import Reuse
@@ -94,7 +94,7 @@ class LeasedRows(TaskRows):
         yet."""
         # The reader, the writer of part files and the end of the run use `_uncommitted` in different threads.
         self._lock = threading.Lock()
-        self._beacon = Beacon(leases.directory, prepared.run_dir.task, lock.token, leases.store)
+        self._beacon = Beacon(leases.directory, prepared.run_dir.task, lock.holder, leases.store)
         """Shows other workers that this worker holds leases."""
         lock.beacon = self._beacon
         self._others = BeaconWatch(prepared.run_dir)
@@ -245,7 +245,7 @@ class LeasedRows(TaskRows):
                 lease = self._leases.take(number)
                 if lease is not None:
                     self._uncommitted[lease.number] = lease, lease.rows
-                self._put_out_if_idle()
+                self._update_beacon()
             if lease is not None:
                 return self._hold(lease)
         return None
@@ -272,13 +272,14 @@ class LeasedRows(TaskRows):
         self._leases.end(lease, uncommitted)
         del self._uncommitted[number]
         self._events.write("lease_end", lease=number, rows_left=len(uncommitted))
-        self._put_out_if_idle()
+        self._update_beacon()
 
-    def _put_out_if_idle(self) -> None:
-        """If this worker holds no lease, delete its beacon: the file that shows that it holds leases.
+    def _update_beacon(self) -> None:
+        """Show in this worker's beacon which leases it holds, or delete the beacon if it holds no lease.
 
         The caller holds `_lock`.
         """
+        self._beacon.show([lease_name(lease.number, lease.turn) for lease, _ in self._uncommitted.values()])
         if not self._uncommitted:
             self._beacon.put_out()
 
@@ -321,7 +322,8 @@ class LeasedRows(TaskRows):
                 # The dead worker, or one that took over from it, may have ended some of the leases.
                 self._leases.refresh()
                 stored = read_done(dead).rows
-                unfinished = [(lease, lease.rows - stored) for lease in self._leases.held_by(task)]
+                held = self._leases.held_by(task, held_by_others=self._others.leases_except(task))
+                unfinished = [(lease, lease.rows - stored) for lease in held]
                 # Only the worker that holds the lock may end the leases.
                 lock.verify()
                 for lease, rows in unfinished:

@@ -13,7 +13,7 @@ The files are:
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -170,14 +170,23 @@ class Leases:
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
 
-    def held_by(self, task: str) -> list[Lease]:
-        """Return the leases that a worker holds."""
-        return [self._lease(number) for number, holder in self.held().items() if holder == task]
+    def held_by(self, task: str, *, held_by_others: Collection[str]) -> list[Lease]:
+        """Return the leases that a worker holds.
+
+        `held_by_others` has names of leases that other workers took. Of these, the holder is not read.
+        """
+        return [
+            self._lease(number)
+            for number, (turn, ended) in self._turns.items()
+            if not ended
+            and lease_name(number, turn) not in held_by_others
+            and self._holder(number, turn) == task
+        ]
 
     def take(self, number: int) -> Lease | None:
         """Take a free lease and return it; return None if another worker was faster."""
         turn = self._turn(number)
-        is_created = self._create(_name(number, turn), orjson.dumps({"task": self._task}))
+        is_created = self._create(lease_name(number, turn), orjson.dumps({"task": self._task}))
         # This worker may have created the file in an earlier call that then failed.
         is_ours = is_created or self._holder(number, turn) == self._task
         self._note(number, turn, ended=False)  # whoever took the lease, it is no longer free
@@ -185,7 +194,7 @@ class Leases:
 
     def end(self, lease: Lease, remaining: BitMap64) -> None:
         """End a lease of this worker or of a dead worker. The `remaining` rows can then be taken again."""
-        name = _name(lease.number, lease.turn)
+        name = lease_name(lease.number, lease.turn)
         if remaining:
             file, content = f"{name}{LEFT}", orjson.dumps({"left": rows_to_text(remaining)})
         else:
@@ -219,7 +228,7 @@ class Leases:
 
         `turn` counts from 0 how often the lease was taken before.
         """
-        return str(self._read(_name(number, turn))["task"])
+        return str(self._read(lease_name(number, turn))["task"])
 
     def _lease(self, number: int) -> Lease:
         """Return a lease with its remaining rows."""
@@ -255,7 +264,7 @@ class Leases:
         lease. Later it gets the rows that the worker before it left.
         """
         if turn:
-            name = _name(number, turn - 1)
+            name = lease_name(number, turn - 1)
             # Two workers may have ended this lease: one that was believed dead but woke up, and the one that
             # took over from it. If either of them found no remaining rows, all rows are done.
             is_done = f"{name}{END}" in self._names or f"{name}{LEFT}" not in self._names
@@ -294,7 +303,7 @@ class Leases:
             self._changed.discard(number)
 
 
-def _name(number: int, turn: int) -> str:
+def lease_name(number: int, turn: int) -> str:
     """Return the name of the file that records which worker holds a lease.
 
     `turn` counts from 0 how often the lease was taken before.

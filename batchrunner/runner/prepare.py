@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, Faults, InputError, OutputError, ResumeError
-from batchrunner.core.files import read_json
+from batchrunner.core.files import is_below, read_json
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.files import join_paths, names_run
@@ -279,8 +279,8 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
     _refuse_results(job.input.path, dataset)
     for file in dataset.files:
         # Only paths on a disk can have links. Paths in an object store are used unchanged.
-        real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
-        if run in real.parents:
+        real = file.path if run_dir.store.input_place else os.path.realpath(file.path)
+        if is_below(real, run):
             raise OutputError(
                 f"output.path {run_dir.name}: the input file {file.path} lies in this directory",
                 hint="give another directory",

@@ -24,7 +24,7 @@ from batchrunner.input.parquet_copy import in_chunks
 from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
 from batchrunner.input.sorted_copy import COPY_PREFIX, connect, insert
 from batchrunner.job.answers import judges_by_row
-from batchrunner.job.output import CUT
+from batchrunner.job.output import CUT, REPETITION
 from batchrunner.output.arrow_arrays import arrow_array, shown_values
 from batchrunner.output.counts import RowCounts, TableCounts, with_counts
 from batchrunner.output.files import make_directory, writing
@@ -55,8 +55,8 @@ the request may get the same answer as an equal request. `is_wanted` tells wheth
 no result yet."""
 _ALL = "TRUE"
 """SQL condition for stored answers that may be reused: all of them."""
-_UNCUT = f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
-"""SQL condition for stored answers that may be reused: those that are not truncated."""
+_UNCUT = f"NOT regexp_matches(coalesce(finish_reason::VARCHAR, ''), '{CUT}|{REPETITION}')"
+"""SQL condition for stored answers that may be reused: those that were neither truncated nor stopped."""
 _JOIN = """
 CREATE TABLE equal AS
 WITH good AS (

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted, duration, tell
 from batchrunner.core.errors import BatchrunError
+from batchrunner.job.output import REPETITION
 from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_end, last_sample
 from batchrunner.output.liveness import holders_of, is_recent, starting_of
@@ -65,6 +67,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     rows_on_disk: int
     rows_failed: int
     rows_cut: int
+    outputs_repeating: int
     rows_reused: int
     failures: list[dict[str, object]]
     reason: str | None
@@ -102,21 +105,12 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
     leases = Leases(run_dir.leases)
     leases.refresh()
     current_samples = [task.last_sample for task in tasks if task.last_sample]
-    # Each worker's remaining time implies a number of rows per second. The sum is the speed of the run.
-    expected_rows_per_s = sum(
-        (sample.rows_total - sample.rows_done) / sample.time_left_s
-        for sample in current_samples
-        if sample.time_left_s
-    )
     # A row that two workers did counts once.
     on_disk = len(BitMap64().union(*(done.rows for done in stored)))
     running = [task.running for task in tasks if task.running]
     total = leases.plan.rows_total if leases.plan else None
     if facts:
         total = facts["rows_total"]
-    time_left_s = None
-    if expected_rows_per_s and total is not None:
-        time_left_s = (total - on_disk) / expected_rows_per_s
     end = {} if running else last_end(run_dir.events)
     return RunStatus(
         path=run_dir.name,
@@ -127,6 +121,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
         rows_on_disk=on_disk,
         rows_failed=sum(task.rows_failed for task in tasks),
         rows_cut=sum(task.rows_cut for task in tasks),
+        outputs_repeating=sum(done.counts.finish_reasons[REPETITION] for done in stored),
         rows_reused=sum(done.counts.reused for done in stored),
         failures=sum((done.counts.failures for done in stored), start=Failures()).summary(),
         reason=end.get("reason") or None,
@@ -134,10 +129,28 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> RunStatus:
         output_tokens=sum(task.output_tokens for task in tasks),
         finished=facts is not None and not running and on_disk >= facts["rows_total"],
         rows_per_s=sum(sample.rows_per_s for sample in current_samples),
-        time_left_s=time_left_s,
+        time_left_s=None if total is None else time_left_s(tasks, missing=total - on_disk),
         leases=_count(leases) if leases.plan else None,
         tasks=tasks,
     )
+
+
+def time_left_s(tasks: Sequence[TaskStatus], *, missing: int) -> float | None:
+    """Return the predicted seconds to the end of a run; None while unknown.
+
+    `missing` is the number of rows that are in no part file. Some of them are finished already: a part file
+    is written up to 30 minutes after its first row.
+    """
+    rows_per_s = 0.0
+    for task in tasks:
+        sample = task.last_sample
+        if sample is not None:
+            missing -= max(0, sample.rows_done - task.rows_on_disk)
+            # Each worker's remaining time implies a number of rows per second. The sum is the speed of the
+            # run.
+            if sample.time_left_s:
+                rows_per_s += (sample.rows_total - sample.rows_done) / sample.time_left_s
+    return max(0, missing) / rows_per_s if rows_per_s else None
 
 
 def _count(leases: Leases) -> LeaseCounts:
@@ -187,6 +200,8 @@ def _counts_line(state: RunStatus) -> str:
     total, on_disk = state.rows_total, state.rows_on_disk
     reused = f"{state.rows_reused:,} reused, " if state.rows_reused else ""
     cut = f"{state.rows_cut:,} truncated at max_new_tokens, " if state.rows_cut else ""
+    if state.outputs_repeating:
+        cut += f"{state.outputs_repeating:,} stopped because they repeated themselves, "
     tokens = state.output_tokens
     # Rows without output tokens come from a task that generates no text.
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""

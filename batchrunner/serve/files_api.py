@@ -101,7 +101,7 @@ class FilesApi:
                 fields["file"] = (part.filename or "upload").encode(errors="replace").decode()
             else:
                 fields[str(part.name)] = await part.text()
-        # Fields such as `expires_after[seconds]` become mappings. In Azure's examples, this field is
+        # Fields such as `expires_after[seconds]` become mappings; some clients write
         # `expires_after.seconds`.
         for name in [*fields]:
             outer, dot, inner = name.replace("[", ".").partition(".")

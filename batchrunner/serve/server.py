@@ -146,7 +146,9 @@ class Api:
             if host not in LOCAL_HOSTS or request.headers.get("Origin", own_origin) != own_origin:
                 raise ApiError(403, f"Only programs on this machine may call. Set {API_KEY_VARIABLE}.")
             return ONLY_OWNER
-        owner = self._owners.owner_of(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        # In HTTP, the case of a scheme does not matter.
+        owner = self._owners.owner_of(key.strip()) if scheme.lower() == "bearer" else None
         if owner is None:
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
         return owner

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from batchrunner.dispatch.progress import TimeLeft
+from batchrunner.dispatch.rollouts import work_done
 
 
 def test_the_time_left_of_a_slow_engine() -> None:
@@ -97,3 +98,54 @@ def test_the_time_left_of_a_long_run_with_an_uneven_pace(seed: int) -> None:
     assert sum(near) >= 0.9 * len(near)
     shown = [left_s for at, ended, left_s in lines if ended >= rows // 100 and left_s > 10]
     assert all(later < 2 * earlier for earlier, later in itertools.pairwise(shown))
+
+
+def test_the_time_left_stands_still_while_no_server_is_up() -> None:
+    """A restart of the engine takes 300 s: the time left waits, and is right as soon as rows end again."""
+    time_left = TimeLeft(0.0)
+    for now in range(1, 401):
+        before = time_left.update(float(now), now, 20, 1000 - now)
+    assert before == 600.0
+    for now in range(401, 701):
+        time_left.stand_still(float(now))
+        assert time_left.update(float(now), 400, 20, 600) == before
+    for now in range(701, 1201):
+        left_s = time_left.update(float(now), now - 300, 20, 1300 - now)
+        assert left_s == pytest.approx(1300 - now, abs=1)
+
+
+def lines_of_rollouts(*, counts_open_rows: bool) -> list[tuple[float, float]]:
+    """Run rollouts of three requests, 16 answers a second; return the time left and the true one.
+
+    Now 100 and now 300 rows are open. While further rows are opened, few rows end.
+    """
+    rng, time_left = random.Random(3), TimeLeft(0.0)
+    rows, answers_a_row, answers_per_s = 4000, 3, 16
+    end_s = rows * answers_a_row / answers_per_s
+    answered: list[int] = []  # of each open row
+    opened, lines = 0, list[tuple[float, float]]()
+    for second in range(int(end_s)):
+        while opened < rows and len(answered) < (100 if second % 120 < 60 else 300):
+            answered.append(0)
+            opened += 1
+        for _ in range(answers_per_s):
+            row = rng.randrange(len(answered))
+            answered[row] += 1
+            if answered[row] == answers_a_row:
+                answered.pop(row)
+        done = opened - len(answered)
+        begun = work_done(answered, answers_a_row) if done and counts_open_rows else 0.0
+        left_s = time_left.update(second + 1.0, done + begun, 80, rows - done - begun)
+        if end_s / 10 < second < 0.95 * end_s:
+            lines.append((left_s or 0.0, end_s - second - 1))
+    return lines
+
+
+def test_the_time_left_of_rollouts_that_end_in_waves() -> None:
+    """The answers of open rollouts count, so that the time left is right also while few rows end."""
+    near = {}
+    for counts_open_rows in (True, False):
+        lines = lines_of_rollouts(counts_open_rows=counts_open_rows)
+        near[counts_open_rows] = sum(abs(left_s - true_s) <= 0.15 * true_s for left_s, true_s in lines)
+    assert near[True] >= 0.9 * len(lines)
+    assert near[False] < near[True]

@@ -122,11 +122,75 @@ def test_what_may_repeat_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
     assert server.aborted == []
 
 
-def test_other_jobs_ask_for_no_events(tmp_path: Path, server: FakeSGLang) -> None:
-    """By default an answer comes whole, and loops go on."""
+def test_loops_go_on(tmp_path: Path, server: FakeSGLang) -> None:
+    """With `keep`, every answer comes whole."""
     job = watching_job(tmp_path, server, on_repetition="keep")
     assert batchrunner.run(job).exit_code == 0
     assert not any("stream" in sent.body for sent in server.sent)
+
+
+def test_prose_is_stopped_by_default(tmp_path: Path, server: FakeSGLang) -> None:
+    """A long answer ends at its first repeat; the end of the run and `status` count it, and name `keep`."""
+    server.script = loops_in(1)
+    job = watching_job(tmp_path, server)
+    del job["on_repetition"]
+    outcome = run_job(job, tmp_path)
+    assert [row["finish_reason"] for row in results_of(job)] == ["length", "repetition", "length"]
+    assert results_of(job)[1]["output"].strip() == KEPT
+    assert "on_repetition: keep lets them go on" in outcome.stderr
+    assert "1 stopped because they repeated themselves" in batchrun("status", tmp_path / "run").stdout
+
+
+def test_an_answer_stopped_by_default_is_not_whole(tmp_path: Path, server: FakeSGLang) -> None:
+    """A job that rejects truncated answers also rejects those that would have been truncated."""
+    server.script = loops_in(1)
+    job = watching_job(tmp_path, server, on_repetition="auto", on_length="fail")
+    assert batchrunner.run(job).rows_failed == 3
+    cut = "the answer was truncated at max_new_tokens"
+    repeats = "the answer repeats itself without end"
+    assert [row["error"] for row in results_of(job)] == [cut, repeats, cut]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": {"max_new_tokens": 1024}},
+        {"sampling": {"min_new_tokens": 9}},
+        {"sampling": {"stop_regex": "x+"}},
+        {"sampling": {"json_schema": {"type": "string"}}, "accept": {"json": False}},
+        {"sampling": {"n": 2}},
+        {"output": {"columns": ["output_ids"]}},
+        {"prompt": {"user": "{{ text }}"}},
+    ],
+    ids=lambda changes: next(iter(changes)) + str(next(iter(changes.values()))),
+)
+def test_other_rows_are_not_watched_by_default(
+    tmp_path: Path, server: FakeSGLang, changes: dict[str, Any]
+) -> None:
+    """Short rows, rows that may have to repeat, and rows that need one reply are sent as before, silently."""
+    if "output" in changes:
+        changes = {"output": {"path": str(tmp_path / "run"), **changes["output"]}}
+    job = watching_job(tmp_path, server, on_repetition="auto", **changes)
+    outcome = run_job(job, tmp_path)
+    assert len(server.sent) == 3
+    assert not any("stream" in sent.body for sent in server.sent)
+    assert "on_repetition" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "loop"),
+    [("{{ text }}", "| 0 | none |\n"), ("{{ text }} 'But then it is not.' 500 times", LOOP)],
+    ids=["data", "prompt"],
+)
+def test_what_goes_on_by_default(tmp_path: Path, server: FakeSGLang, text: str, loop: str) -> None:
+    """Data that repeats itself, and a sentence of which the prompt speaks, come to their end."""
+    whole = SENSE + loop * 300
+    server.script = lambda _: Growing((SENSE, SENSE + loop * 250, whole), ends=True)
+    job = watching_job(tmp_path, server, on_repetition="auto", prompt={"text": text})
+    assert batchrunner.run(job).exit_code == 0
+    assert {row["output"] for row in results_of(job)} == {whole}
+    assert all(sent.body["stream"] for sent in server.sent)
+    assert server.aborted == []
 
 
 @pytest.mark.parametrize("why", ["chats", "pieces"])
@@ -181,3 +245,14 @@ def test_a_loop_in_a_rollout(tmp_path: Path, server: FakeSGLang) -> None:
     rows = merged_table(tmp_path / "run").to_pylist()
     assert [row["why"] for row in rows] == ["length", "repetition", "length"]
     assert rows[1]["said"].strip() == KEPT
+
+
+def test_rollouts_are_not_watched_by_default(tmp_path: Path, server: FakeSGLang) -> None:
+    """Their function may judge the answers, so each is whole."""
+    write_module(
+        tmp_path, "async def ask(row, generate): return {'said': (await generate(row['text'])).text}"
+    )
+    changes = {"prompt": {"rollout": "hooks:ask"}, "python_path": [str(tmp_path)]}
+    job = watching_job(tmp_path, server, on_repetition="auto", **changes)
+    assert batchrunner.run(job).exit_code == 0
+    assert not any("stream" in sent.body for sent in server.sent)

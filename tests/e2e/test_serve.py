@@ -407,7 +407,7 @@ def test_files_expire(tmp_path: Path) -> None:
 
 
 def test_forms_of_uploads(tmp_path: Path) -> None:
-    """A body may be compressed or chunked; a lifetime is in brackets or, as Azure documents it, has dots."""
+    """A body may be compressed or chunked; the fields of a lifetime have brackets or dots."""
     content = requests_of(1)
     names = ("expires_after[{}]", "expires_after.{}")
     with serving(tmp_path / "state", *FAST) as server:
@@ -535,7 +535,9 @@ def test_who_may_call(tmp_path: Path) -> None:
         assert status(server, "/health") == status(server, "/ready") == 200
         for path in ("/v1/files", "/metrics", "/v1/batches/x", "/v1/activity"):
             assert status(server, path) == 401
-            assert status(server, path, Authorization="Bearer wrong") == 401
+            for wrong in ("Bearer wrong", "Bearer", "Basic secret-key", "secret-key"):
+                assert status(server, path, Authorization=wrong) == 401
+        assert status(server, "/v1/files", Authorization="bearer secret-key") == 200
     with serving(tmp_path / "three", "--host", "::1", *FAST) as server:
         assert [*server.client.files.list()] == []
 

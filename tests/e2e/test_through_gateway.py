@@ -86,6 +86,21 @@ def test_rows_go_through(tmp_path: Path, workers: Workers, prompt: dict[str, str
     assert any(f"rows go through the gateway {gateway.url}" in note for note in report.engine["notes"])
 
 
+@pytest.mark.parametrize("workers", ["unkeyed"], indirect=True)
+@pytest.mark.parametrize("on_repetition", ["auto", "stop"])
+def test_no_answer_is_watched(tmp_path: Path, workers: Workers, on_repetition: str) -> None:
+    """The gateway would forward an event for each token. A job that demands it is told in a line."""
+    gateway, *servers = workers
+    job = job_of(
+        tmp_path, through(gateway), rows=4, prompt={"text": "text"}, on_repetition=on_repetition,
+        sampling={"max_new_tokens": 4096},
+    )  # fmt: skip
+    outcome = run_job(job, tmp_path)
+    is_told = "go on to max_new_tokens: the gateway drops stream_interval" in outcome.stderr
+    assert is_told == (on_repetition == "stop")
+    assert not any("stream" in sent.body for server in servers for sent in server.sent)
+
+
 @pytest.mark.usefixtures("full_requests")
 @pytest.mark.parametrize("workers", ["unkeyed"], indirect=True)
 @pytest.mark.parametrize("documents", [12, 240])

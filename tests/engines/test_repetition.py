@@ -15,6 +15,8 @@ from batchrunner.engines.repetition import (
     LONGEST_PERIOD,
     Repetition,
     find_repetition,
+    is_mentioned,
+    is_prose,
     repeats_in_prompt,
 )
 
@@ -98,8 +100,50 @@ def test_a_repetition_that_the_prompt_has() -> None:
     assert not repeats_in_prompt("anything", "")
 
 
+@pytest.mark.parametrize(
+    "period",
+    [
+        " I am sorry.",
+        "\n- 1/4 cup of chopped mint\n- 1/4 cup of chopped dill",
+        "He said: \u201cNo.\u201d She left.\n",
+        " #goodmorning #happyday",
+        "今天天气很好",
+        "The door was closed and the light was off. ",
+        "\n\nThis is not right, so we have to look for another root: $x = 3$.  So {4} is the sum.",
+    ],
+)
+def test_prose(period: str) -> None:
+    """Sentences, lists and scripts without spaces are prose, wherever in a period the text begins."""
+    assert all(is_prose(period[start:] + period[:start]) for start in range(len(period)))
+
+
+@pytest.mark.parametrize(
+    "period",
+    [
+        "A", "GATC", "0, ", "-", " ",
+        "\nred,no,3", "\n| a cell | a cell |", "\nSTATUS", "0\n", '"name": "unknown", ',
+        "),\n        words.Word(0", ",\n\tKIND_A,\n\tKIND_B", " x +", " FROM a.b JOIN",
+        "Link error at 04:30:31 of node\n", '"could not open the file",\n', "one      two\n",
+        "[Decode batch ended] ",
+    ],
+)  # fmt: skip
+def test_data_is_no_prose(period: str) -> None:
+    """Encoded data, rows of tables, code and log lines have equal records in earnest, wherever they begin."""
+    assert not any(is_prose(period[start:] + period[:start]) for start in range(len(period)))
+
+
+def test_a_prompt_that_mentions_the_repetition() -> None:
+    """A prompt with one period, or nearly one, may ask for it; a prompt about something else does not."""
+    output = "I will not talk in class.\n" * 100
+    assert is_mentioned('Write "I will not talk in class." 500 times.', output)
+    assert not is_mentioned("Write what you will not do in class.", output)
+    assert is_mentioned([1, *range(50, 99), 2], [3, *[*range(49, 100)] * 30])
+    assert not is_mentioned([1, *range(50, 80), 2], [3, *[*range(49, 100)] * 30])
+    assert not is_mentioned("anything", "")
+
+
 def _row(**sampling: object) -> Request:
-    return Request(REF, "input_ids", [1], {"max_new_tokens": 8192, **sampling}, stops_repetition=True)
+    return Request(REF, "input_ids", [1], {"max_new_tokens": 8192, **sampling}, stops_repetition="any")
 
 
 def test_which_rows_are_watched() -> None:
@@ -111,8 +155,19 @@ def test_which_rows_are_watched() -> None:
     for sampling in (
         {"json_schema": '{"properties": {"a": {"type": "array"}}}'},
         {"regex": "(ab)+"}, {"ebnf": "root ::= root"}, {"ignore_eos": True}, {"n": 2},
-        {"max_new_tokens": 100},
+        {"max_new_tokens": 100}, {"stop_regex": "x+"},
     ):  # fmt: skip
         assert tokens_between_events(_row(**sampling)) is None, sampling
-    assert tokens_between_events(_row()._replace(stops_repetition=False)) is None
+    assert tokens_between_events(_row()._replace(stops_repetition=None)) is None
     assert tokens_between_events(_row()._replace(kind="messages", prompt=[])) is None
+
+
+def test_which_rows_are_watched_by_default() -> None:
+    """Rows with little room, any schema or a minimum length are not watched either."""
+    row = _row()._replace(stops_repetition="prose")
+    assert tokens_between_events(row) == 256
+    for sampling in (
+        {"json_schema": '{"properties": {"a": {"type": "string"}}}'},
+        {"min_new_tokens": 9}, {"ignore_eos": True}, {"max_new_tokens": 2047},
+    ):  # fmt: skip
+        assert tokens_between_events(row._replace(sampling={**row.sampling, **sampling})) is None, sampling

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pyroaring import BitMap64
 
-from batchrunner.runner.leases import LeasePlan, Leases, next_lease
+from batchrunner.runner.leases import LeasePlan, Leases, lease_name, next_lease
 
 
 def test_tasks_meet_late() -> None:
@@ -50,6 +50,29 @@ def test_rows_that_are_left_are_taken_again(tmp_path: Path) -> None:
     again = second.take(0)
     assert again is not None
     assert (again.turn, list(again.rows)) == (1, [3, 4])
+
+
+def test_a_takeover_reads_few_leases(tmp_path: Path) -> None:
+    """Leases that others show in their beacons are not read to find out who holds them."""
+    plan = LeasePlan(
+        rows=BitMap64(range(100)),
+        cuts=[*range(0, 101, 10)],
+        rows_total=100,
+        fingerprint={},
+        order=None,
+        choice={},
+    )
+    dead, other, third = (Leases(tmp_path, name) for name in ("dead", "other", "third"))
+    dead.make_plan(plan)
+    for number in range(9):
+        leases = dead if number in {2, 5} else other
+        leases.refresh()
+        assert leases.take(number) is not None
+    shown = {lease_name(number, 0) for number in (0, 1, 3, 4)}  # the others were taken after a heartbeat
+    for name in shown:
+        (tmp_path / name).write_text("not to be read")
+    third.refresh()
+    assert {lease.number for lease in third.held_by("dead", held_by_others=shown)} == {2, 5}
 
 
 def test_a_look_counts_only_what_has_changed(tmp_path: Path) -> None:

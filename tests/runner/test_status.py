@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.output.samples import LoggedSample
+from batchrunner.runner.status import TaskStatus, time_left_s
 from tests.conftest import (
     batchrun,
     ended,
@@ -141,3 +143,32 @@ def test_check_says_what_it_does_not_know(tmp_path: Path) -> None:
         assert f"not checked: {unknown}" in shown.stdout
         assert "everything else is fine; nothing was sent" in shown.stdout
     assert "the job is fine; nothing was sent" in batchrun("check", file).stdout
+
+
+def worker_at_work(name: str, *, done: int, on_disk: int, total: int, left_s: float | None) -> TaskStatus:
+    """Return the state of a running worker."""
+    usual: dict[str, Any] = dict.fromkeys(LoggedSample.__struct_fields__, 0)
+    usual |= {"signals": [], "bands": {}, "task": "generate"}
+    del usual["rollouts"], usual["background"]
+    sample = LoggedSample(**usual | {"rows_done": done, "rows_total": total, "time_left_s": left_s})
+    return TaskStatus(
+        task=name,
+        running=name,
+        rows_on_disk=on_disk,
+        rows_failed=0,
+        rows_cut=0,
+        output_tokens=0,
+        starting=None,
+        last_sample=sample,
+    )
+
+
+def test_the_time_left_counts_rows_that_are_in_no_part_yet() -> None:
+    """Finished rows count, although they come into a part file later; workers' speeds are added up."""
+    alone = worker_at_work("main", done=900, on_disk=700, total=1000, left_s=50.0)
+    assert time_left_s([alone], missing=300) == 50.0
+    # 2 rows/s and 4 rows/s; 1,500 of the 3,000 rows are finished, of which 1,200 are in parts.
+    slow = worker_at_work("a", done=500, on_disk=400, total=900, left_s=200.0)
+    fast = worker_at_work("b", done=1000, on_disk=800, total=2000, left_s=250.0)
+    assert time_left_s([slow, fast], missing=1800) == 250.0
+    assert time_left_s([worker_at_work("main", done=5, on_disk=0, total=9, left_s=None)], missing=9) is None

@@ -155,6 +155,8 @@ class HttpEngine(Engine):
         """Name under which each server serves the model, by the server's URL; None if it tells none."""
         self._names_to_send: dict[str, str] = {}
         """Model name to send for each model name that a row of a batch file has."""
+        self._no_events: str | None = None
+        """Reason why no answer can be watched for repetition; None if answers can."""
         self._logged_unwatched = False
         """Whether the log already says that answers are not watched for repetition."""
         self._no_thinking_budget: str | None = None
@@ -303,8 +305,8 @@ class HttpEngine(Engine):
         """Send one request once; see `Engine.generate`."""
         self._refuse_unsendable(request)
         endpoint = self.endpoints[route]
-        if request.task is None and request.stops_repetition and self._can_watch(endpoint, request):
-            return await self._send_watched(endpoint, request)
+        if request.stops_repetition and (interval := self._tokens_between_events(endpoint, request)):
+            return await self._send_watched(endpoint, request, interval)
         completion = replies.completion_of(request, await self._reply_to(endpoint, request))
         if request.task is not None:
             # All vectors of a run are in one column, so they must have the same length.
@@ -644,28 +646,32 @@ class HttpEngine(Engine):
             raise BundleRefusedError("the answer to a request with several rows is not an event stream")
         raise self._refusal(endpoint, answer)
 
-    def _can_watch(self, endpoint: Endpoint, request: Request) -> bool:
-        """Tell whether an answer can be watched for repetition while the server generates it.
+    def _tokens_between_events(self, endpoint: Endpoint, request: Request) -> int | None:
+        """Return the number of tokens after which an answer is checked for repetition again; None if never.
 
-        The first reason why answers cannot be watched is logged.
+        The first reason why answers cannot be watched is logged, if the job demands it.
         """
-        reason = None
+        reason = self._no_events
         if request.kind not in {"text", "input_ids"}:
             reason = "the server renders the chats"
-        elif endpoint.arguments is not None:
+        elif reason is None and endpoint.arguments is not None:
             reason = sends_pieces(endpoint.arguments)
-        if reason is not None and not self._logged_unwatched:
+        is_job_obeyed = reason is None or request.stops_repetition == "prose"
+        if not is_job_obeyed and not self._logged_unwatched:
             self._logged_unwatched = True
             log.warning(
                 "on_repetition has no effect, so answers that repeat themselves go on to max_new_tokens: %s",
                 reason,
             )
-        return reason is None and wire.tokens_between_events(request) is not None
+        return None if reason is not None else wire.tokens_between_events(request)
 
-    async def _send_watched(self, endpoint: Endpoint, request: Request) -> Completion:
-        """Send one row, and stop its answer if the answer repeats itself without end; see `generate`."""
+    async def _send_watched(self, endpoint: Endpoint, request: Request, interval: int) -> Completion:
+        """Send one row, and stop its answer if the answer repeats itself without end; see `generate`.
+
+        The answer is checked every `interval` tokens.
+        """
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
-        body = wire.bytes_of(self._with_model_to_send(wire.watched_body(request) | fields))
+        body = wire.bytes_of(self._with_model_to_send(wire.watched_body(request, interval) | fields))
         results: list[Completion | RequestError] = []
         rids = (str(fields["rid"]),)
         stream = BundleAnswer(
@@ -923,10 +929,11 @@ class BundleAnswer:
     async def _stop_if_repeating(self, index: int, event: replies.Event) -> None:
         """End a row whose answer repeats itself without end, and abort its request."""
         request = self.requests[index]
-        if index in self.ended_rows or wire.tokens_between_events(request) is None:
+        if index in self.ended_rows:
             return
         last_event = replies.stopped_at_repetition(event, request)
-        if last_event is not None:
+        # Nearly no answer repeats itself, so whether the row is watched at all is asked last.
+        if last_event is not None and wire.tokens_between_events(request) is not None:
             # The row must end before the abort, because the server answers the abort with another event,
             # which is not the row's answer.
             await self._end(index, last_event)

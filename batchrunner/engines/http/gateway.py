@@ -66,6 +66,8 @@ from batchrunner.sglang.model_files import vocabulary_of
 
 log = logging.getLogger(__name__)
 
+DROPS_INTERVAL = "the gateway drops stream_interval"
+"""Reason why an answer that the gateway forwards as events has an event for each token."""
 ROUTING_KEY = "x-smg-routing-key"
 """Default name of the request header with the routing key."""
 ROUTED_TO = "x-smg-routed-worker-id"
@@ -297,6 +299,7 @@ class ThroughGateway(HttpEngine):
         """`why` is the reason why rows go through the gateway; `headers` are sent with every request."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._headers |= headers
+        self._no_events = DROPS_INTERVAL
         self.url = url
         self._why = why
         self._key_header = routing_key_header
@@ -372,7 +375,7 @@ class ThroughGateway(HttpEngine):
             connections=connections,
             connections_by=limited_by,
             one_by_one=peculiarity or info.one_by_one,
-            only_short_share="the gateway drops stream_interval, and a bundle has an event for each token",
+            only_short_share=f"{DROPS_INTERVAL}, and a bundle has an event for each token",
             prefix_rows_alone=not self._has_keys,
             unsupported=GRPC_UNSUPPORTED if any(worker.is_grpc for worker in workers) else {},
             notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),

@@ -288,18 +288,24 @@ def read_event(content: bytes) -> Event:
 def stopped_at_repetition(event: Event, request: Request) -> Event | None:
     """Return a last event for an answer that repeats itself, with the text before the first repeat.
 
-    Return None for an answer that does not repeat itself, or whose repetition is also in the prompt. If the
-    job asks for token ids or probabilities, the text stays whole, because they belong to the whole text.
+    Return None for an answer that does not repeat itself, or whose repetition is also in the prompt. By
+    default (`prose`), return None as well for data or code, and for a prompt that contains one period of it.
+    If the job asks for token ids or probabilities, the text stays whole, because they belong to the whole
+    text.
     """
-    from batchrunner.engines.repetition import find_repetition, repeats_in_prompt  # noqa: PLC0415 - few need it
+    from batchrunner.engines import repetition as repetitions  # noqa: PLC0415 - few need it
 
-    repetition = find_repetition(event.text)
+    repetition = repetitions.find_repetition(event.text)
     if repetition is None:
+        return None
+    only_prose = request.stops_repetition == "prose"
+    if only_prose and not repetitions.is_prose(event.text[repetition.start : repetition.first_end]):
         return None
     output: str | list[int] = event.text
     if request.kind == "input_ids":
         output = (_read_ids.decode(event.output_ids) if event.output_ids else None) or []
-    if repeats_in_prompt(request.prompt, output):
+    is_in_prompt = repetitions.is_mentioned if only_prose else repetitions.repeats_in_prompt
+    if is_in_prompt(request.prompt, output):
         return None
     keeps_whole_text = request.asks is not None and request.asks.of_tokens
     text = event.text if keeps_whole_text else event.text[: repetition.first_end]

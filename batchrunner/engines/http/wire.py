@@ -20,11 +20,13 @@ from batchrunner.core.types import (
     COMPLETIONS_PATH,
     RESPONSES_PATH,
     AskedColumns,
+    RepeatedText,
     Request,
     RequestBody,
 )
 from batchrunner.engines.http.proxies import proxy_of
 from batchrunner.input.request_bodies import THINKING_BUDGET, prompts_in
+from batchrunner.job.answers import LEAST_ROOM
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.sampling import THINKING
 
@@ -251,7 +253,7 @@ def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
 STREAM_INTERVAL = 1 << 30
 """Number of tokens between two events of the stream of an answer that is not watched for repetition. It is so
 large that only two events come: one after the first token, and one at the end."""
-LEAST_TOKENS = 1024
+LEAST_TOKENS: Mapping[RepeatedText, int] = {"any": 1024, "prose": LEAST_ROOM}
 """Minimum `max_new_tokens` of an answer that is watched for repetition. Shorter answers have no room for
 it."""
 LEAST_BETWEEN = 256
@@ -261,46 +263,50 @@ MOST_EVENTS = 32
 has the whole text so far, so more events would cost too much."""
 UNLIMITED_TOKENS = 16_384
 """Assumed `max_new_tokens` of a row that sets none."""
-_GRAMMARS = ("regex", "ebnf", "structural_tag")
-"""Sampling parameters with a grammar for the output, other than `json_schema`."""
+_DEMANDS = frozenset({"ignore_eos", "regex", "ebnf", "structural_tag", "stop_regex"})
+"""Sampling parameters, except `json_schema`, that may demand repetition, or whose end is not certain in an
+answer that comes as events (`stop_regex`)."""
+_DEMANDS_OF_PROSE = _DEMANDS | {"json_schema", "min_new_tokens"}
+"""Sampling parameters with which an answer is not stopped by default."""
 
 
 def tokens_between_events(request: Request) -> int | None:
     """Return the number of tokens between two checks of an answer for repetition; None for no checks.
 
     An answer is not checked if the request may demand repetition: by `ignore_eos`, by a JSON schema with
-    lists, or by any other grammar.
+    lists, or by any other grammar. By default, an answer with any schema or with `min_new_tokens` is not
+    checked either.
     """
-    if not request.stops_repetition:
+    repeated = request.stops_repetition
+    if repeated is None or request.kind not in {"text", "input_ids"}:
         return None
-    most_tokens = request.sampling.get("max_new_tokens") or UNLIMITED_TOKENS
-    if request.kind not in {"text", "input_ids"} or most_tokens < LEAST_TOKENS:
+    sampling = request.sampling
+    most_tokens = sampling.get("max_new_tokens") or UNLIMITED_TOKENS
+    if most_tokens < LEAST_TOKENS[repeated] or _output_count(request) > 1:
         return None
-    if _output_count(request) > 1 or _may_ask_for_repetition(request.sampling):
+    demands = _DEMANDS_OF_PROSE if repeated == "prose" else _DEMANDS
+    # Few rows have any of these parameters.
+    if not demands.isdisjoint(sampling) and any(sampling.get(name) for name in demands):
+        return None
+    schema = sampling.get("json_schema")
+    if schema and ('"array"' in str(schema) or '"items"' in str(schema)):
         return None
     return max(LEAST_BETWEEN, int(most_tokens) // MOST_EVENTS)
 
 
-def _may_ask_for_repetition(sampling: Mapping[str, Any]) -> bool:
-    schema = str(sampling.get("json_schema") or "")
-    has_lists = '"array"' in schema or '"items"' in schema
-    return has_lists or bool(sampling.get("ignore_eos")) or any(sampling.get(name) for name in _GRAMMARS)
-
-
-def _streamed(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters for an answer that comes as a stream of events."""
-    return {**sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
-
-
-def watched_body(request: Request) -> dict[str, Any]:
-    """Return the body for `/generate` of one row whose answer is watched for repetition."""
+def watched_body(request: Request, interval: int) -> dict[str, Any]:
+    """Return the body for `/generate` of one row whose answer comes as events, every `interval` tokens."""
     body = generate_body(request)
-    return {**body, "sampling_params": _streamed(request, body["sampling_params"]), "stream": True}
+    sampling = {**body["sampling_params"], "stream_interval": interval}
+    return {**body, "sampling_params": sampling, "stream": True}
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:
     """Return the body of one streamed `/generate` request for several prompts of token ids."""
-    samplings = [_streamed(request, request.sampling) for request in requests]
+    samplings = [
+        {**request.sampling, "stream_interval": tokens_between_events(request) or STREAM_INTERVAL}
+        for request in requests
+    ]
     are_equal = all(sampling == samplings[0] for sampling in samplings)
     body: dict[str, Any] = {
         "input_ids": [request.prompt for request in requests],

@@ -46,6 +46,7 @@ INCIDENTS = {
 }
 STATUS = {
     "path, simulated, rows_total, rows_failed, rows_cut, rows_reused, failures": "As in report.json.",
+    "outputs_repeating": "Number of outputs that were stopped because they repeated themselves.",
     "running": "The process that works on the run; null if there is none.",
     "model": "Identity of the model.",
     "rows_on_disk": "Finished rows that are durable, including failed ones.",
