@@ -246,7 +246,10 @@ class StoreRequestError(OSError):
 
 
 def or_away(error: BatchrunError, failure: BaseException) -> BatchrunError:
-    """Return `error`, or a StoreAwayError with its message if `failure` means that the store is away."""
+    """Return `error`; as a StoreAwayError if `failure` means that the store is unreachable for now.
+
+    The StoreAwayError has the message of `error`.
+    """
     return StoreAwayError(error.message) if getattr(failure, "is_away", False) else error
 
 

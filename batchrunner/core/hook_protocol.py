@@ -124,9 +124,10 @@ class WorkerSetup(NamedTuple):
     """What a worker process needs before its first call."""
 
     load: Callable[[], tuple[Sequence[HookFacts], Sequence[Callable[..., Any]]]]
-    """Loads the functions; returns their properties, and callables that may raise UnusableValueError.
+    """Loads the functions. Returns their properties and, in the same order, a callable for each function.
 
-    Raises HookLoadError if a function cannot be loaded.
+    The callable calls the function and converts its result; it raises UnusableValueError if the result cannot
+    be used. If a function cannot be loaded, `load` raises HookLoadError.
     """
     names: str
     """Names of the functions, for messages."""

@@ -430,7 +430,9 @@ class Backlog:
     def unsent(self) -> int:
         """Number of remaining rows that are not in flight; an estimate if the worker shares its run.
 
-        The number is never less than the rows in the queue, because a rollout may send many requests at once.
+        A row whose function sends many requests at once (a rollout) counts once, but each of its requests in
+        flight is subtracted. The difference may therefore be too small. So the result is at least the number
+        of rows in the queue.
         """
         if self.is_stopping:
             return 0
@@ -521,11 +523,14 @@ class Backlog:
         The outcome of a rollout's request goes to the rollout instead.
         """
         if row.turn is not None:
+            # The row is a request of a rollout, which may have been cancelled meanwhile.
             if row.is_wanted:
                 row.turn.outcome.set_result(outcome)
             return
         await self._results.put(outcome)
-        if row.request.media:  # free the files, since other rows may refer to this row for long
+        if row.request.media:
+            # Free the memory of the media files, since other rows may refer to this row for long. `answers`
+            # has the row's first request, and so the same files.
             row.request = row.request._replace(media=())
             row.answers = None
         for ref in row.duplicates:  # They were never sent.

@@ -576,9 +576,15 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
     completions = [outcome.completion for outcome in outcomes if outcome.completion is not None]
     # The row gets the text of the last answer, and the token counts of all answers.
     last = completions[-1] if completions else NO_ANSWER
+    has_failed = error is not None
+    # If a function returns no rows and does not fail, the results have no line for its row.
+    is_left_out = not rows and not has_failed
+    # The last request is kept for failed rows only, where it helps to find the cause.
+    conversation = (rollout.last_request or None) if has_failed else None
+    # One entry (AskedAgain) for each request of the row that was sent again after a rejected answer.
+    asked_again = [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())]
     completion = last._replace(
-        # If a function returns no rows, the results have no line for its row.
-        finish_reasons=last.finish_reasons if rows or error is not None else [LEFT_OUT],
+        finish_reasons=[LEFT_OUT] if is_left_out else last.finish_reasons,
         completion_tokens=[sum(answer.output_tokens for answer in completions)],
         prompt_tokens=sum(answer.prompt_tokens or 0 for answer in completions),
         cached_tokens=sum(answer.cached_tokens or 0 for answer in completions),
@@ -586,9 +592,8 @@ def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None,
         columns={
             TURNS: [len(outcomes)],
             MADE_ROWS: rows,
-            # The last request is kept for failed rows only, where it helps to find the cause.
-            CONVERSATION: [rollout.last_request if error is not None and rollout.last_request else None],
-            ASKED_AGAIN: [totals for answer in completions for totals in answer.columns.get(ASKED_AGAIN, ())],
+            CONVERSATION: [conversation],
+            ASKED_AGAIN: asked_again,
         },
     )
     # Only further attempts of a request count as retries of the row.

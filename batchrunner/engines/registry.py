@@ -41,11 +41,11 @@ async def make_engine(
 ) -> Engine:
     """Return the engine that `spec` describes, not yet open.
 
-    Launched servers log to `log_dir`, and load the model for `task`. Servers that already run must serve such
-    a model. `shape` is a digest of the job: with it, the flags of launched servers are tuned during the run,
-    and remembered for later jobs with the same digest. A gateway is asked for its workers, because their
-    addresses decide whether rows go through the gateway. Raises EngineStartError if the engine cannot be used
-    for the job.
+    Launched servers log to `log_dir`, and load the model for `task`. Servers that already run must have
+    loaded their model for `task`. `shape` is a digest of the job: with it, the flags of launched servers are
+    tuned during the run, and remembered for later jobs with the same digest. A gateway is asked for its
+    workers, because their addresses decide whether rows go through the gateway. Raises EngineStartError if
+    the engine cannot be used for the job.
     """
     spec = for_task(spec, task)
     match spec:
@@ -55,7 +55,8 @@ async def make_engine(
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
             if task == GENERATE:
-                # The call starts an interpreter to ask for SGLang's version, so it runs in a thread.
+                # Limit the blanks in JSON answers, which only text generation has. The call starts an
+                # interpreter to ask for SGLang's version, so it runs in a thread.
                 spec = await asyncio.to_thread(bound_blanks, spec)
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():

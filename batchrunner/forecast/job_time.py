@@ -152,7 +152,9 @@ def simulate(
     while True:
         while next_row < len(rows) and is_due(scheduler, next_row, len(work_at_ends) - 1):
             for request in _requests_of(*rows[next_row], number=next_row):
-                with contextlib.suppress(ValueError):  # a request longer than the pool is not sent
+                # `submit` raises ValueError for a request that does not fit into the KV pool. Such a request
+                # is left out.
+                with contextlib.suppress(ValueError):
                     scheduler.submit(request)
                     open_completions[next_row] += 1
             next_row += 1
@@ -341,28 +343,27 @@ def forecast(
     rows_of_scheduler = max(1, round(total / setting.schedulers))
     count = min(rows_of_scheduler, MOST_SIMULATED)
     evenly_spread_rows = [rows[number * len(rows) // count] for number in range(count)]
-    drawn, output_deviation = draw(attempts, evenly_spread_rows)
+    drawn, standard_error = draw(attempts, evenly_spread_rows)
     work, waiting_share = whole_work(setting, drawn, rows_of_scheduler)
     seconds = max(cost.work_s(work), LEAST_S)
-
-    # The uncertainty of the time has two causes. Each is computed as a standard deviation of the time's
-    # logarithm.
-    small_sample_factor = 1 + FEW / len(attempts)
     output_tokens = fmean(sum(tokens) for _, tokens in drawn)
-    # The mean of the sample is uncertain, and so is the mean of the rows that will be sent.
-    output_deviation *= small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
-    # First cause: the output lengths. Simulate outputs that are one standard deviation longer.
-    factor = math.exp(output_deviation)
-    longer_outputs = []
-    for row, lengths in drawn:
-        longer_outputs.append((row, [math.ceil(factor * tokens) for tokens in lengths]))
-    longer_work, _ = whole_work(setting, longer_outputs, rows_of_scheduler)
+
+    # From here on, a deviation is a standard deviation of a figure's logarithm. For a small one, that is
+    # nearly the standard deviation as a fraction of the figure.
+    small_sample_factor = 1 + FEW / len(attempts)
+    # The mean of the sample is uncertain by its standard error. The mean of the rows that will be sent varies
+    # too: its variance is that of the sample's mean times (rows in the sample / rows to send).
+    output_deviation = standard_error * (
+        small_sample_factor * math.sqrt(1 + len(attempts) / total) / output_tokens
+    )
+    # The uncertainty of the time has two causes: the output lengths, and the cost of a forward pass.
+    longer_work = _work_of_longer_outputs(setting, drawn, rows_of_scheduler, math.exp(output_deviation))
     by_outputs = math.log(max(cost.work_s(longer_work) / seconds, 1.0))
-    # Second cause: the cost of a forward pass, which also varies from run to run.
     if len(spans) > FOLDS:
         cost_deviation = small_sample_factor * _deviation_of_costs(spans, work, seconds)
     else:
         cost_deviation = UNKNOWN_COSTS
+    # The cost of a pass also varies from run to run. The two deviations are independent.
     by_cost = math.hypot(cost_deviation, BETWEEN_RUNS)
 
     # Time of the prefill passes alone: the costs of decoding are left out.
@@ -380,6 +381,15 @@ def forecast(
         limited_by=limited_by,
         why=tuple(_cause(name, math.expm1(TAIL * deviation)) for deviation, name in causes),
     )
+
+
+def _work_of_longer_outputs(setting: Setting, drawn: Drawn, count: float, factor: float) -> PassWork:
+    """Return what `whole_work` returns as work, with all output lengths multiplied by `factor`."""
+    longer_outputs = []
+    for row, lengths in drawn:
+        longer_outputs.append((row, [math.ceil(factor * tokens) for tokens in lengths]))
+    work, _ = whole_work(setting, longer_outputs, count)
+    return work
 
 
 def _deviation_of_costs(spans: Sequence[tuple[PassWork, float]], work: PassWork, seconds: float) -> float:

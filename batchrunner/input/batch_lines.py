@@ -113,6 +113,7 @@ class _LineFaults:
             self._faults.append(LineFault(line, self._code, problem))
 
     def errors(self, path: str) -> list[BatchFileError]:
+        """Return one error for all these faults, or an empty list if there are none."""
         if not self._numbers.count:
             return []
         message = f"{path}: {self._numbers}: {self._numbers.reason}"
@@ -310,9 +311,14 @@ class _CustomIds:
             self._candidates.setdefault(digest, custom_id[:ID_CHARACTERS])
 
     def errors(self, path: str) -> list[BatchFileError]:
+        """Return one error for all repeated custom_ids, or an empty list if there are none.
+
+        The error's text begins with `path`.
+        """
         repeated = self.repeated()
         if not repeated:
             return []
+        # As text, `lines` is a list of line numbers, such as `lines 2, 7`.
         shown = "; ".join(f"{name!r} on {lines}" for name, lines in repeated[:ITEMS_NAMED])
         more = f"; and {len(repeated) - ITEMS_NAMED:,} more" if len(repeated) > ITEMS_NAMED else ""
         # The first line with the custom_id is valid. Only the later ones are faults.

@@ -262,7 +262,7 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
         # The list is built anew only if a length changes.
         if shared < max(shared_by_stretch):
             shared_by_stretch = [min(shared, length) for length in shared_by_stretch]
-        # The previous prompt is now the last prompt of its stretch.
+        # In its own stretch, the previous prompt is the last one so far.
         shared_by_stretch[previous_stretch] = shared
         other_stretches = shared_by_stretch[:stretch] + shared_by_stretch[stretch + 1 :]
         yield shared_by_stretch[stretch], max(other_stretches)

@@ -191,7 +191,7 @@ def _settings(request: Request) -> bytes:
             request.row,
             request.task,
             request.tools,
-            # The folder is left out: the key of a file in the prompt already depends on it.
+            # The folder is left out here, because the prompt has a key of each file that depends on it.
             [file.rules._replace(folder="") for file in request.media],
             request.items,
         ))

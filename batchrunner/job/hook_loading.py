@@ -57,8 +57,8 @@ def load_functions(
 ) -> tuple[list[HookFacts], list[Callable[..., Any]]]:
     """Import the Python functions of a job.
 
-    Returns the properties of each function, and a callable that calls it and converts its result. Raises
-    HookLoadError if a function cannot be imported or called.
+    Returns the properties of the functions and, in the same order, a callable for each function, which calls
+    it and converts its result. Raises HookLoadError if a function cannot be imported or called.
     """
     loaded = [_load(function) for function in functions]
     return [facts for facts, _ in loaded], [caller for _, caller in loaded]

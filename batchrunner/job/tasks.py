@@ -337,7 +337,7 @@ def _log_likelihood(choice_ids: list[int], result: NativeResult) -> float | None
     logprobs = [logprob for logprob, _, _ in choice_scores if logprob is not None]
     if len(logprobs) < len(choice_ids):
         return None
-    # LOWEST stands for minus infinity, which a sum with other numbers would change.
+    # LOWEST is a finite stand-in for minus infinity, so a sum that contains it must be LOWEST too.
     return LOWEST if LOWEST in logprobs else math.fsum(logprobs)
 
 

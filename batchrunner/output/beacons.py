@@ -290,9 +290,10 @@ class BeaconWatch:
                 self._run_dir.store.remove(self._run_dir.leases / name)
 
     def _judge(self, task: str, sighting: _Sighting) -> bool | None:
-        """Tell whether a worker runs, by its last heartbeat and by `owner`; None if that is not clear yet.
+        """Tell whether a worker runs; None if that is not clear yet.
 
-        Raises OSError if `owner` cannot be read.
+        The answer follows from the worker's last heartbeat, and from the file or object `owner`, which names
+        the process that holds the worker's lock. Raises OSError if `owner` cannot be read.
         """
         content = read_owner(self._run_dir.of_task(task))
         self._owners[task] = content

@@ -80,6 +80,7 @@ class LockHolder:
 
 def this_process() -> LockHolder:
     """Return the identity of the current process, with a new token."""
+    # The default of the field `token` is a new random name.
     return LockHolder(
         host=socket.gethostname(),
         machine=_text("/etc/machine-id"),

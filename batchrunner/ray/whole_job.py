@@ -48,7 +48,8 @@ from batchrunner.runner.work import plan_failed_rows
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Maximum number of deaths of all workers together. After one more, a dead worker is not restarted."""
+"""Maximum number of deaths of all workers together. After one more, a dead worker is not restarted. A death
+counts only if Ray reports it as such (ActorDiedError)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,21 +286,35 @@ class Workers:
                 self._record_failure(failure.cause)
             except RayError as failure:
                 # The actor, its process or its node is dead or unreachable.
-                if isinstance(failure, ActorUnavailableError):
-                    # Ray does not know yet whether the actor died.
-                    time.sleep(TIMING.ray_poll)
-                else:
-                    self._deaths += 1
-                if self._stop_reason is None and self._deaths <= MOST_DEATHS:
-                    log.warning("a worker died and is restarted: %s", _first_line(failure))
-                    # Ray restarts the actor behind this handle (`max_restarts`).
-                    self.start(actor)
+                if self._start_again(actor, failure):
                     continue
                 self._record_failure(failure)
             # The worker has ended for good. Killing its actor frees its cores and GPUs.
             ray.kill(actor)
         self._stop_if_over()
-        return bool(self._actors) and not self._control.at_once
+        # A second signal ends the command at once, without waiting for the workers.
+        must_wait = not self._control.at_once
+        return bool(self._actors) and must_wait
+
+    def _start_again(self, actor: Any, failure: RayError) -> bool:
+        """Call an actor again that died or is unreachable; return False if its worker ends for good.
+
+        A worker ends for good while the workers are stopping, and after MOST_DEATHS deaths of all workers.
+        """
+        may_be_alive = isinstance(failure, ActorUnavailableError)
+        if may_be_alive:
+            # The connection is lost, and Ray does not know yet whether the actor died. While it finds out, it
+            # may raise this error many times, so the error does not count as a death.
+            time.sleep(TIMING.ray_poll)
+        else:
+            self._deaths += 1
+        if self._stop_reason is not None or self._deaths > MOST_DEATHS:
+            return False
+        what_happened = "died or cannot be reached" if may_be_alive else "died"
+        log.warning("a worker %s, and is started again: %s", what_happened, _first_line(failure))
+        # If the actor died, Ray restarts it behind this handle (`max_restarts`).
+        self.start(actor)
+        return True
 
     def close(self) -> None:
         """Kill the workers that have not ended."""

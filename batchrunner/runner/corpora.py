@@ -73,7 +73,7 @@ class CorpusFeeder:
     """Gives a run's servers earlier answers to draft from (n-gram speculation), and removes them."""
 
     def __init__(self, engine: HttpEngine, run_dir: RunDir) -> None:
-        """Give the servers of `engine` answers from the run in `run_dir`."""
+        """`engine` has the servers that get answers; the run in `run_dir` has the answers. Sends nothing."""
         self._engine, self._run_dir = engine, run_dir
         self._servers: dict[str, ServerCorpus] = {}
         self._next_look = 0.0
@@ -111,7 +111,10 @@ class CorpusFeeder:
                 log.debug("%s: its corpora could not be changed: %r", url, failure)
 
     def _takes_corpus(self, url: str) -> bool:
-        """Tell whether a server drafts from corpora. It is not a gateway, which does not pass corpora on."""
+        """Tell whether a server drafts from corpora, and can get one.
+
+        A server behind a gateway gets none, because the gateway does not pass corpora on.
+        """
         arguments = self._engine.arguments_of(url)
         has_budget = bool(arguments.get("speculative_ngram_external_sam_budget"))
         is_direct = self._engine.endpoints[url].address == url

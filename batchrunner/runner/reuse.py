@@ -157,9 +157,9 @@ class Reuse:
     ) -> BitMap64:
         """Write stored answers for the rows that are `missing`; return the rows that got an answer.
 
-        `selected` are all rows of this run. The answers become part files of the worker of `run_dir`, whose
-        `lock` the caller holds. `before_first` is called before the first answer is written. Raises
-        InputError or StorageError.
+        `selected` are all rows of this run. The answers are written to `run_dir`, as part files of this
+        worker. The caller must hold the worker's `lock`. `before_first` is called before the first answer is
+        written. Raises InputError or StorageError.
         """
         reused = BitMap64()
         part_rows = self._prepared.job.output.part_rows

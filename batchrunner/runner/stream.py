@@ -184,7 +184,7 @@ async def reading(data: object, buffer: RowBuffer) -> AsyncGenerator[None]:
 
 
 def _read(data: object, buffer: RowBuffer) -> None:
-    """Read all rows of a program into a buffer, in a thread."""
+    """Read all rows that the calling program passes into a buffer. It blocks, so it runs in a thread."""
     failure: BaseException | None = None
     pieces = _pieces_of(data)
     try:

@@ -242,7 +242,11 @@ class Owners:
         return f"You have {queued} queued requests, and {new} more exceed the limit: your limit is {limit}."
 
     def tokens_of_day(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the tokens that owners have used today, and their limits. Both are empty without keys."""
+        """Return the model tokens that each owner has used today, and each owner's daily limit.
+
+        Owners without a limit have no entry in the second mapping. Both mappings are empty if the server has
+        no API keys.
+        """
         self._start_day()
         # Accounts have the newest numbers. Owners without a batch since the server's start have only the
         # number that was read from the disk.

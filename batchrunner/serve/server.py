@@ -267,7 +267,7 @@ async def serve(
         stack.push_async_callback(batches.drain)
         endpoints = [*TASK_OF_ENDPOINT]
         if not shared.info.simulated:
-            # The simulated engine answers requests of every task.
+            # A real engine answers only requests of its own task. The simulated engine answers all requests.
             endpoints = [path for path in endpoints if TASK_OF_ENDPOINT[path] == task]
         api = Api(
             state=state,

@@ -102,8 +102,8 @@ class Server:
 
 
 WHOLE_CARD_GB = 40.0
-"""Minimum memory of a GPU, in GB, for which the free memory that SGLang's tuning guides advise is right. A
-smaller GPU runs smaller batches and needs less free memory."""
+"""SGLang's tuning guides advise how much GPU memory to leave free. Their figures suit GPUs with at least this
+many GB. A smaller GPU runs smaller batches, and needs less free memory."""
 USUAL_CHUNK = 8192
 """`--chunked-prefill-size`, in tokens, that SGLang's tuning guides assume. A larger chunk needs more free
 memory."""
@@ -313,7 +313,7 @@ def _larger_pool(server: Server) -> list[int]:
 
 
 def _half_pool(server: Server) -> list[int]:
-    """Return half the size of the KV pool in tokens, unless that is too small for the longest request."""
+    """Propose half the size of the KV pool in tokens, or nothing if the longest request would not fit."""
     half = int(server.now("max-total-tokens") or 0) // 2
     return [half] if half >= (server.now("context-length") or 1) else []
 
@@ -570,7 +570,7 @@ def slots_after(args: Mapping[str, Any], per_request: int) -> int:
     return LAZY_SLOTS if STATE_STRATEGY in args else per_request
 
 
-def beside(name: str, value: Any, server: Server) -> dict[str, Any]:
+def companions_of(name: str, value: Any, server: Server) -> dict[str, Any]:
     """Return the other flags that must change if the flag `name` changes.
 
     With n-gram speculation (NGRAM), these flags limit the running requests and set the budget for a corpus.
@@ -1313,12 +1313,15 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
     return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
 
 
-def with_beside(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
-    """Return a flag's next value for a sign, with the flags that must change together with it."""
+def with_companions(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
+    """Return a flag's next value for a sign, with the flags that must change together with it.
+
+    Empty if no value remains.
+    """
     args: dict[str, Any] = {}
     # A flag that changes together with others has at most one next value.
     for value in FLAGS[name].values(sign, server):
-        for changed_flag, setting in {name: value, **beside(name, value, server)}.items():
+        for changed_flag, setting in {name: value, **companions_of(name, value, server)}.items():
             args |= flags.setting(changed_flag, setting)
     return args
 

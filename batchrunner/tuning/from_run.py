@@ -133,7 +133,7 @@ class _WorkerReader:
         """Maximum number of requests that have run at once since the first load sample."""
 
     def read(self, path: Path) -> None:
-        """Read the worker's event log. A change of the servers' flags drops the load before the change."""
+        """Read the worker's event log. If the servers' flags changed, discard the load before the change."""
         for event in read_events(path):
             if (sample := sample_of(event)) is not None:
                 self.add(sample, at=sample.time)
@@ -149,8 +149,8 @@ class _WorkerReader:
                     self._began = None
                 case "engine_adapts":
                     self._restart()
-                # Several servers report the same change of flags. Only the first report drops the load so
-                # far.
+                # Several servers report the same change of flags. Only after the first report, the load so
+                # far is discarded.
                 case "engine_recalled" | "engine_healed" if (
                     not _new_args(event).items() <= self._learned.items()
                 ):
@@ -162,7 +162,7 @@ class _WorkerReader:
                     self.client.possible_share = _possible_share(event)
 
     def _restart(self) -> None:
-        """Drop this worker's load so far, because its servers had other flags."""
+        """Discard this worker's load so far, because its servers had other flags."""
         tracks, self._load.retractions, client = self._before
         self._load.tracks = dict(tracks)
         self.client = replace(

@@ -16,7 +16,7 @@ from batchrunner.tuning.flags import (
     next_setting,
     slots_after,
     state_slots,
-    with_beside,
+    with_companions,
     with_memory,
 )
 from batchrunner.tuning.signals import (
@@ -200,7 +200,7 @@ def states_full(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the state pool of a hybrid model is the limit while the KV pool has room."""
     if not situation.waits_for_states or situation.fills_up:
         return None
-    settings = (with_beside("states", flag, situation.server, flags) for flag in STATE_LEVERS)
+    settings = (with_companions("states", flag, situation.server, flags) for flag in STATE_LEVERS)
     args = next(filter(None, settings), {})
     remedies = [command_line(args)]
     pool, pool_size, would_run = situation.facts.states, "", 0
@@ -431,14 +431,14 @@ FEWEST_ANSWERS = 100
 def answers_repeat(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that answers repeat each other so much that drafts from earlier answers would save time."""
     answers, server = situation.client.answers if situation.client else 0, situation.server
-    args = with_beside("repeated", NGRAM, server, flags)
+    args = with_companions("repeated", NGRAM, server, flags)
     if answers < FEWEST_ANSWERS or not has_enough(situation.load) or not args:
         return None
     figures = {"tokens_a_step": round(server.repeated, 2), "speedup": round(server.ngram_speedup, 2)}
     return Finding(
         f"{answers} answers repeat text of each other: with drafts from earlier answers, a decode step would "
         f"yield {server.repeated:.1f} tokens per request, and the {server.running:.0f} running requests "
-        f"together {server.ngram_speedup:.1f} times as many tokens/s",
+        f"would together get {server.ngram_speedup:.1f} times as many tokens/s",
         args,
         evidence={**situation.evidence(), **figures},
     )

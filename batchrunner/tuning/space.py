@@ -15,7 +15,7 @@ from batchrunner.job.spec import Job
 from batchrunner.sglang.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.sglang.flags import CLIP, Flags, installed
 from batchrunner.sglang.model_files import cards_of, read_config
-from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, beside, with_memory
+from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, companions_of, with_memory
 from batchrunner.tuning.measurement import TrialResult, TrialSigns
 from batchrunner.tuning.ngrams import is_exact
 from batchrunner.tuning.signals import FLAG_SIGNS, GUIDES, admits_too_few, retracts_often
@@ -204,7 +204,7 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
     if flag_changes:
         return flag_changes
     if signs_shown:
-        return "no further value is left to try, or too little is known"
+        return "no further value is left to try, or the server does not report enough to choose one"
     return f"its signs did not show: {', '.join(FLAG_SIGNS[sign] for sign in possible_signs)}"
 
 
@@ -213,7 +213,7 @@ def _with_others(flag: Flag, value: Any, server: Server, flags: Flags) -> list[A
     # With a mixture of experts, each GPU may hold a slice of every expert or some whole experts. Try both.
     if flag.name == "tp-size" and server.facts.is_moe:
         return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
-    others = beside(flag.name, value, server)
+    others = companions_of(flag.name, value, server)
     # Flags that this version of SGLang lacks are left out.
     return [{flag.name: value} | {name: other for name, other in others.items() if flags.spelling(name)}]
 

@@ -67,7 +67,8 @@ lowered when requests waited although slots were free."""
 PASS_S = 0.05
 """Assumed duration of a forward pass, in seconds."""
 MOST_ROUNDS = 10
-"""While users wait, the number of preempted rows doubles at each load sample, at most this often."""
+"""While users wait, the number of preempted rows doubles at each load sample. This is the maximum number of
+doublings."""
 
 
 class BackgroundController(Controller):

@@ -102,8 +102,8 @@ HELD_HALF_LIFE_S = 144.0
 """Half-life, in seconds, of the share of time in which the server queues requests although it has room. With
 this half-life, one minute without a break is enough for the load state `held`."""
 HELD_ENDS = 0.8
-"""The load state `held` (requests queue although the server has room) begins at a certain share of time. It
-ends below this fraction of that share, so that it does not flicker."""
+"""Hysteresis of the load state `held` (requests queue although the server has room). The state begins when
+the share of such time reaches a threshold. It ends when the share is below this fraction of the threshold."""
 
 
 @dataclass(frozen=True, slots=True)

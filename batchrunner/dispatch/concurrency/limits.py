@@ -421,8 +421,8 @@ class ConcurrencyLimits:
             return []
         since_last_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
-        # The counts of recent rows are also the relative speeds of the servers. Background runs need them
-        # too.
+        # Each server's recently ended rows are counted in background runs too. The counts serve as the
+        # relative speeds of the servers.
         for route in self.routes:
             route.count_recent(since_last_s)
         # A background run needs no shares, because the engine's users limit each server.

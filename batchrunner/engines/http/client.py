@@ -540,9 +540,11 @@ class HttpEngine(Engine):
         return self._names_to_send[name]
 
     async def _resolve_name(self, url: str, name: str) -> str:
-        """Return `model:adapter` if `name`, which has no colon, is an adapter that the server has loaded.
+        """Return the name to send for `name`, which has no colon and is not the name of the server's model.
 
-        Return any other name unchanged, and log a warning that says which model answers.
+        If the server has loaded an adapter of this name, it is `ANY_MODEL:name`. Otherwise, the name is
+        returned unchanged. Then a warning says which model answers, unless the name is ANY_MODEL, which
+        stands for the server's model, whatever its name is.
         """
         assert self._server_questions is not None
         if name in await self._server_questions.adapters(url):

@@ -531,7 +531,8 @@ class ThroughGateway(HttpEngine):
         # Each row needs a prefill and a decode worker, so all workers together have one load.
         if any(worker.worker_type == "decode" for worker in used_workers):
             return [self._load_of_halves(used_workers, now)]
-        # A worker gets rows only once a routing key leads to it.
+        # If the gateway routes by keys, only the workers in `endpoints` get rows: those for which a key was
+        # found.
         if self._has_keys:
             used_workers = [worker for worker in used_workers if worker.url in self.endpoints]
         return [self._load_of(worker, now) for worker in used_workers]

@@ -48,7 +48,8 @@ MOST = 1 << 53
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
 """Errors of every request in this module if the server does not answer in time."""
 NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
-"""Errors that `ServerStatus.load` raises, in addition, for a reply that does not come from SGLang."""
+"""Errors that `ServerStatus.load` raises for a reply that does not come from SGLang. If there is no reply, it
+raises an error of NOT_REACHED."""
 
 
 def in_words(failure: Exception) -> str:
@@ -165,10 +166,10 @@ _read_loads = msgspec.json.Decoder(_Loads)
 def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list[SchedulerLoad]:
     """Return the loads of the DP ranks of the server at `url`, as read from a reply's `body`.
 
-    A reply does not say how full the state pool of a hybrid model is. The pool holds the states of
-    `running_by_states` requests; None means a model without states. If the scheduler may run just as many
-    requests, the pool's usage is computed from the number of running requests. Raises ValueError if the body
-    is not a load.
+    `running_by_states` is the number of requests whose states fit into the state pool of a hybrid model; None
+    for a model without states. A reply does not say how full this pool is. If it is what limits the number of
+    running requests, its usage is the number of running requests divided by this limit. Otherwise, its usage
+    is set to 0. Raises ValueError if the body is not a load.
     """
     try:
         loads = _read_loads.decode(body).loads
@@ -176,8 +177,11 @@ def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list
         raise ValueError(f"not a load: {type(failure).__name__}: {failure}") from failure
     scheduler_loads = []
     for load in loads:
+        # SGLang lowers the limit of running requests to the number whose states fit. So if the two numbers
+        # are equal, the state pool is the limit.
+        is_limited_by_states = running_by_states == load.max_running_requests
         state_usage = 0.0
-        if running_by_states and running_by_states == load.max_running_requests:
+        if running_by_states and is_limited_by_states:
             state_usage = load.num_running_reqs / running_by_states
         scheduler_loads.append(
             SchedulerLoad(

@@ -251,16 +251,16 @@ def _chat_logprob_fields(asks: AskedColumns) -> dict[str, Any]:
 
 
 STREAM_INTERVAL = 1 << 30
-"""Number of tokens between two events of a row that is not watched for repetition. It is so large that only
-two events come: one after the first token, and one at the end."""
+"""Number of tokens between two events of the stream of an answer that is not watched for repetition. It is so
+large that only two events come: one after the first token, and one at the end."""
 LEAST_TOKENS: Mapping[RepeatedText, int] = {"any": 1024, "prose": LEAST_ROOM}
 """Minimum `max_new_tokens` of an answer that is watched for repetition. Shorter answers have no room for
 it."""
 LEAST_BETWEEN = 256
-"""Minimum number of tokens between two events of a watched row."""
+"""Minimum number of tokens between two events of the stream of an answer that is watched for repetition."""
 MOST_EVENTS = 32
-"""Approximate maximum number of events of a watched row. Each event has the whole text so far, so more events
-would cost too much."""
+"""Approximate maximum number of events of the stream of an answer that is watched for repetition. Each event
+has the whole text so far, so more events would cost too much."""
 UNLIMITED_TOKENS = 16_384
 """Assumed `max_new_tokens` of a row that sets none."""
 _DEMANDS = frozenset({"ignore_eos", "regex", "ebnf", "structural_tag", "stop_regex"})

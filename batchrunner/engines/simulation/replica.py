@@ -167,14 +167,14 @@ class Replica:
         self._reported_retractions = 0
         """Number of retractions that load samples have reported."""
         self._free_at_s = 0.0
-        """Time in seconds at which the present passes end."""
+        """Time in seconds at which the running passes end. Their results are computed when they begin."""
         self._ended: list[EndedRequest] = []
-        """Requests that leave when the present passes end."""
+        """Requests that leave when the running passes end."""
         self.load = self._load_of(running=0, queue=0, used_tokens=0)
         """The last load sample. As in SGLang, requests that ended with the pass before it still count as
         running, and requests in a prefill pass count neither as running nor as waiting."""
         self._next_load = self.load
-        """Load sample that is published when the present passes end."""
+        """Load sample that is published when the running passes end."""
 
     @property
     def busy(self) -> bool:
@@ -188,16 +188,22 @@ class Replica:
         """
         ended: list[EndedRequest] = []
         while self._free_at_s <= until_s:
-            # The present passes have ended, so their results are returned now.
+            # The running passes have ended. Their results were computed in advance, and are returned now.
             ended += self._ended
             self._ended, self.load = [], self._next_load
             # A pass does not begin at exactly `until_s`, because the caller may still submit requests for it.
-            if self._free_at_s == until_s or not self._step(until_s):
+            if self._free_at_s == until_s:
+                break
+            has_work = self._step(until_s)
+            if not has_work:
                 break
         return ended
 
     def _step(self, until_s: float) -> bool:
-        """Run passes that end by `until_s`, or one pass that ends later; return False if there is no work."""
+        """Begin passes that end by `until_s`, or one pass that ends later; return False if there is no work.
+
+        The results of the passes are computed in advance, and kept until the clock reaches their end.
+        """
         scheduler = self.scheduler
         steps_in_time = self._cost.steps_within(
             until_s - self._free_at_s, scheduler.running, scheduler.context_tokens

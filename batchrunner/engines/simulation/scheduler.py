@@ -138,8 +138,8 @@ class SimulatedRequest:
     filled_tokens: int = 0
     """Number of context tokens that are computed, while the prompt is prefilled in chunks."""
     output_offset: int = 0
-    """Number to add to the scheduler's count of decode passes to get the number of outputs. It is set when
-    the request begins to decode."""
+    """Number to add to the scheduler's total of decode passes to get the number of output tokens. It is set
+    when the request begins to decode."""
 
     @property
     def fill_tokens(self) -> int:
@@ -263,9 +263,9 @@ class StepResult(NamedTuple):
 class Scheduler:
     """One SGLang scheduler: submit requests, call `step`, read the counts.
 
-    A decode pass gives each running request one token. So the number of outputs of a request is the number of
-    all decode passes plus a constant, `output_offset`. If no request enters or leaves, a pass only has to
-    count itself, and need not touch the requests.
+    A decode pass gives each running request one token. So the number of output tokens of a request is the
+    total of decode passes plus a constant, `output_offset`, which is set when the request begins to decode.
+    As long as no request enters or leaves, a pass only increments the total, and leaves the requests alone.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -291,8 +291,8 @@ class Scheduler:
         """The request whose prompt is prefilled in chunks over several passes; None if there is none."""
         self._most_running = config.most_running
         self._passes = 0
-        """Number of decode passes so far, from which the number of outputs is computed; see
-        `output_offset`."""
+        """Total of decode passes so far, from which each request's number of output tokens is computed; see
+        `SimulatedRequest.output_offset`."""
         self._is_full = False
         """Whether admission waits until the running batch shrinks: SGLang's `batch_is_full`."""
         self._admission_passes = 0
@@ -436,6 +436,7 @@ class Scheduler:
         new_tokens = min(max(sample.asked_tokens - sample.outputs, 0), self.config.clip_tokens)
         room_tokens = self.pool.available_tokens - budget.expected_tokens
         refusal = None
+        # As in SGLang, one page more than the request needs is reserved, and one token must remain free.
         if uncached + new_tokens + PAGE_TOKENS >= room_tokens:
             refusal = Refusal.NO_ROOM
         elif self.config.chunked_prefill_tokens is None and not is_first and uncached >= budget.input_tokens:
@@ -446,9 +447,12 @@ class Scheduler:
             return refusal
         tokens = min(uncached, budget.chunk_tokens)
         if tokens < uncached:
+            # The next passes prefill the rest of this prompt before they admit other requests.
             self.chunked = sample
         self._charge(budget, sample, tokens, uncached)
-        sample.node, sample.protected_tokens, sample.filled_tokens = node, matched, matched
+        sample.node = node
+        # Before the pass, only the cached prefix is computed, and it belongs to the prefix cache.
+        sample.protected_tokens = sample.filled_tokens = matched
         # A server reports the cache hits of the first admission, so a later one does not change the count.
         if not sample.retractions:
             sample.cached_tokens = matched

@@ -248,11 +248,12 @@ def load_charts(
         ),
         draw(
             "window", "Window and requests in flight",
-            "The window is the concurrency limit: the most requests in flight. It follows the queue.",
+            "The window is the concurrency limit: the most requests in flight. Unless the job sets it, it is "
+            "adjusted to keep the queue short, but not empty.",
             total(("window", "window"), ("in_flight", "in flight")),
         ),
         draw(
-            "windows", "Window, by replica", "The window of a replica follows the replica's queue.",
+            "windows", "Window, by replica", "Each window is adjusted to the queue of its replica.",
             by_replica("window"),
         ),
     ]  # fmt: skip
