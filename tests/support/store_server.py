@@ -85,7 +85,7 @@ def rows_in_parts(bucket: Any) -> list[int]:
 def store_server() -> Iterator[str]:
     """Run the store; give its address."""
     port = free_port()  # one that no connection is given meanwhile
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, str(Path(__file__).with_name("moto_store.py")), str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             _wait_for(port, process)
