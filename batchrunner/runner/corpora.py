@@ -73,7 +73,7 @@ class CorpusFeeder:
     """Gives a run's servers earlier answers to draft from (n-gram speculation), and removes them."""
 
     def __init__(self, engine: HttpEngine, run_dir: RunDir) -> None:
-        """`engine` has the servers that get answers; the run in `run_dir` has the answers. Sends nothing."""
+        """Prepare to give the servers of `engine` answers from the run in `run_dir`; `take` gives them."""
         self._engine, self._run_dir = engine, run_dir
         self._servers: dict[str, ServerCorpus] = {}
         self._next_look = 0.0

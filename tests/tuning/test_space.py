@@ -115,7 +115,7 @@ def test_each_flag_is_tried_when_it_can_matter(
 
 LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     (PUT, {}, {"usage": 0.95}, "its signs did not show: requests wait although"),
-    ("mem-fraction-static", {}, {}, "too little is known"),
+    ("mem-fraction-static", {}, {}, "the server does not report enough to choose one"),
     ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "its signs did not show: as many requests"),
     ("max-running-requests", {}, {"running": 256, "memory_caps_running": True}, "no further value"),
     ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "did not show: prefill passes are as large"),
@@ -130,7 +130,7 @@ LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "args", "signs", "reason"), LEFT)
 def test_what_is_left_alone_has_its_reason(name: str, args: Args, signs: dict[str, Any], reason: str) -> None:
-    """Where nothing is left to try, or too little is known, the table has a true word on it."""
+    """Where nothing is left to try, or the server reports too little, the table has a true word on it."""
     found = candidates(name, args, signs, {})
     assert isinstance(found, str)
     assert reason in found
