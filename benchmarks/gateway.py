@@ -31,7 +31,6 @@ from benchmarks.measure import in_turns, interval, save
 from tests.support.tiny_model import make_tiny_llama
 
 MAX_RUNNING = 32
-ARGS = {"max-running-requests": MAX_RUNNING, "max-total-tokens": 40_000}
 VOCABULARY = 40_000
 GATEWAY = (
     *("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "0"),
@@ -162,12 +161,14 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=300)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--only", choices=[*workloads(20)], nargs="*", default=[*workloads(20)])
+    options.add_argument("--pool", type=int, default=40_000, help="tokens in the KV pool of a replica")
     options.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         model = make_tiny_llama(folder / "model", asked.tokenizer)
-        servers = [stack.enter_context(serve(model, folder, ARGS, name=f"replica{n}")) for n in range(2)]
+        flags = {"max-running-requests": MAX_RUNNING, "max-total-tokens": asked.pool}
+        servers = [stack.enter_context(serve(model, folder, flags, name=f"replica{n}")) for n in range(2)]
         urls = {
             side: stack.enter_context(gateway(policy, servers, folder)) for side, policy in POLICIES.items()
         }

@@ -205,9 +205,9 @@ class DispatchQueue:
 
     A route with little to do takes rows that are kept for another route, because an idle replica costs more
     than the cache saves. But the prefixes of these rows must be computed again. So the route takes whole
-    groups if possible, and only under two conditions. It has fewer than half as many requests in flight as
-    the other route has rows, in flight or kept. And the other route keeps at least a quarter as many rows as
-    it has requests in flight.
+    groups if possible, and only under three conditions. Less than three quarters of its own window are used.
+    It has fewer than half as many requests in flight as the other route has rows, in flight or kept. And the
+    other route keeps at least a quarter as many rows as it has requests in flight.
 
     Of each group that moves, one row is sent at once. The others are held for the time of a prefill pass, so
     that they use the prefix which that row has computed.
@@ -328,7 +328,8 @@ class DispatchQueue:
         if self._count >= READ_AHEAD_ROWS:
             # The queue is full, so no more rows are read, and the asking route would get none.
             return busiest
-        if 2 * in_flight >= busiest.in_flight + kept_rows:  # The asking route has enough to do itself.
+        # The asking route has enough to do itself.
+        if 2 * in_flight >= busiest.in_flight + kept_rows or 4 * in_flight >= 3 * route.window:
             return None
         if 4 * kept_rows < busiest.in_flight:  # The busiest route will need its kept rows soon.
             return None

@@ -100,6 +100,22 @@ def test_few_rows_wait_for_their_own_route() -> None:
     assert not queue.has_for(b)
 
 
+def test_a_route_whose_window_is_nearly_full_takes_no_rows() -> None:
+    """Its server has enough rows, so the rows of another route wait where their prefix is."""
+    rows = family(0, 40)
+    a, b = servers = routes(a=1, b=4)
+    queue = DispatchQueue(servers)
+    home(rows, a)
+    for row in rows:
+        queue.add(row)
+    assert queue.take(a) is rows[0]
+    b.window = 4  # three other slots are in use
+    assert queue.take(b) is None
+    assert not queue.has_for(b)
+    b.window = 5
+    assert queue.take(b) is rows[20]
+
+
 def test_a_slow_route_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it keeps so many rows that no others are read, they are for all."""
     monkeypatch.setattr("batchrunner.dispatch.queue.READ_AHEAD_ROWS", 4)
