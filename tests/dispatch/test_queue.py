@@ -3,7 +3,7 @@
 import pytest
 
 from batchrunner.dispatch.queue import DispatchQueue, PendingRow, PrefixGroup
-from batchrunner.dispatch.route import Route
+from batchrunner.dispatch.route import Route, Routes
 from tests.support.prompts import request, routes
 
 
@@ -14,10 +14,15 @@ def family(row: int, size: int) -> list[PendingRow]:
     return [first, *(PendingRow(request(row + n, "p"), group=group) for n in range(1, size))]
 
 
-def home(rows: list[PendingRow], route: Route) -> None:
-    """Make a route the home of a group."""
-    assert rows[0].group is not None
-    rows[0].group.home = route
+def queue_of(servers: Routes, home: Route, *families: list[PendingRow]) -> DispatchQueue:
+    """Return a queue with the rows of these prefix groups, which all have the same home."""
+    queue = DispatchQueue(servers)
+    for rows in families:
+        assert rows[0].group is not None
+        rows[0].group.home = home
+        for row in rows:
+            queue.add(row)
+    return queue
 
 
 def test_groups_go_where_least_is_to_come() -> None:
@@ -37,11 +42,7 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
     """It takes the largest group, whose prefix is computed again once, until it has half as many rows."""
     small, large = family(0, 2), family(10, 4)
     a, b = servers = routes(a=1, b=1)  # the slot that is asked for counts already
-    queue = DispatchQueue(servers)
-    home(small, a)
-    home(large, a)
-    for row in (*small, *large):
-        queue.add(row)
+    queue = queue_of(servers, a, small, large)
     assert queue.take(a) is small[0]
     assert queue.take(b) is large[1]
     assert queue.take(a) is small[1]
@@ -55,13 +56,9 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
 
 def test_one_moved_row_of_a_group_goes_first() -> None:
     """Rows of one group in the same pass would each compute the prefix, which the new route does not have."""
-    sent, one, two = families = family(0, 6), family(10, 2), family(20, 2)
+    sent, one, two = family(0, 6), family(10, 2), family(20, 2)
     a, b = servers = routes(a=1, b=1)
-    queue = DispatchQueue(servers)
-    for rows in families:
-        home(rows, a)
-        for row in rows:
-            queue.add(row)
+    queue = queue_of(servers, a, sent, one, two)
     assert queue.take(a) is sent[0]
     sent[0].route = a
     assert queue.take(b) is sent[5]  # and with it half of what is kept for the other route
@@ -75,10 +72,7 @@ def test_rows_that_move_back_are_sent_at_once() -> None:
     """The route of their group still has the prefix."""
     rows = family(0, 9)
     a, b = servers = routes(a=1, b=1)
-    queue = DispatchQueue(servers)
-    home(rows, a)
-    for row in rows:
-        queue.add(row)
+    queue = queue_of(servers, a, rows)
     assert queue.take(a) is rows[0]
     assert queue.take(b) is rows[5]
     queue.release(b)
@@ -89,10 +83,7 @@ def test_few_rows_wait_for_their_own_route() -> None:
     """Rows that are soon sent where their prefix is computed are not worth computing it again."""
     rows = family(0, 6)
     a, b = servers = routes(a=20, b=1)
-    queue = DispatchQueue(servers)
-    home(rows, a)
-    for row in rows:
-        queue.add(row)
+    queue = queue_of(servers, a, rows)
     assert queue.take(a) is rows[0]
     assert queue.take(b) is rows[3]  # 5 were kept, a quarter of 20; then 2
     queue.release(b)
@@ -104,10 +95,7 @@ def test_a_route_whose_window_is_nearly_full_takes_no_rows() -> None:
     """Its server has enough rows, so the rows of another route wait where their prefix is."""
     rows = family(0, 40)
     a, b = servers = routes(a=1, b=4)
-    queue = DispatchQueue(servers)
-    home(rows, a)
-    for row in rows:
-        queue.add(row)
+    queue = queue_of(servers, a, rows)
     assert queue.take(a) is rows[0]
     b.window = 4  # three other slots are in use
     assert queue.take(b) is None
@@ -120,10 +108,7 @@ def test_a_slow_route_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatc
     """Once it keeps so many rows that no others are read, they are for all."""
     monkeypatch.setattr("batchrunner.dispatch.queue.READ_AHEAD_ROWS", 4)
     slow, fast = servers = routes(slow=1, fast=10)
-    queue = DispatchQueue(servers)
     rows = family(0, 6)
-    home(rows, slow)
-    for row in rows:
-        queue.add(row)
+    queue = queue_of(servers, slow, rows)
     assert queue.take(slow) is rows[0]
     assert queue.take(fast) is rows[3]  # and with it most of what is kept

@@ -75,20 +75,24 @@ def test_a_new_day_begins_at_midnight(tmp_path: Path, monkeypatch: pytest.Monkey
 
 async def test_batches_resume_at_midnight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server resets the used tokens when the day ends, not at its next sweep a minute later."""
-    owners, stop_event = owners_of(tmp_path), asyncio.Event()
+    owners, stop_event, swept = owners_of(tmp_path), asyncio.Event(), asyncio.Event()
     account = owners.account_of("anna")
     account.most_tokens = account.tokens = 10
+    sleeps = iter((0.0, PATIENCE_S))
 
     def midnight() -> float:
-        """Return the time until midnight, which has come when the server has slept for it."""
+        """Return the time until midnight: it comes at once after the first sweep, and not again."""
         monkeypatch.setattr("batchrunner.serve.owners._today", lambda: "2999-01-01")
-        return 0.0
+        sleep_s = next(sleeps)
+        if sleep_s:
+            swept.set()
+        return sleep_s
 
     monkeypatch.setattr("batchrunner.serve.server.seconds_left_of_day", midnight)
+    assert account.is_paused
     sweeping = asyncio.create_task(_sweep_until(stop_event, State(tmp_path / "state"), owners))
-    async with asyncio.timeout(PATIENCE_S):
-        while account.is_paused:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await asyncio.wait_for(swept.wait(), PATIENCE_S)
+    assert not account.is_paused
     stop_event.set()
     await sweeping
 
