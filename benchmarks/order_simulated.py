@@ -27,7 +27,7 @@ from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.dispatch.concurrency.law import tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.queue import PASS_S, DispatchQueue, PendingRow
+from batchrunner.dispatch.queue import HOLD_S, DispatchQueue, PendingRow
 from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, ReuseDistance
 from batchrunner.dispatch.route import Route, Routes
 from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
@@ -264,7 +264,7 @@ class Run:
         while (route := self._routes.acquire_slot(self.now, self._queue.has_for)) is not None:
             row = self._queue.take(route)
             if route.held:
-                self._release_at.setdefault(route, self.now + PASS_S)
+                self._release_at.setdefault(route, self.now + HOLD_S)
             if row is None:
                 self._routes.release_slot(route)
                 continue

@@ -38,7 +38,8 @@ class PrefixGroup(msgspec.Struct, eq=False):
     home: Route | None = None
     """The route of the group; None until it is chosen."""
     to_come: int = 0
-    """Number of rows of the group that were read but are not in the queue yet."""
+    """Number of rows of the group that were read, and that `DispatchQueue` has not assigned to the route
+    yet."""
 
 
 class Turn(msgspec.Struct, eq=False):
@@ -182,7 +183,7 @@ class PoisonRows:
         self._in_flight[row.deaths] -= 1
 
 
-PASS_S = 0.1
+HOLD_S = 0.1
 """Seconds for which the moved rows of a prefix group are held. It is the time of two short prefill passes of
 an engine with little to do: the one that runs, and the one that computes the prefix."""
 READ_AHEAD_ROWS = 512
@@ -203,14 +204,18 @@ class DispatchQueue:
     A prefix group goes to the route with the least to do, and its rows wait for that route. The pending rows
     of a route's groups count as its work. A row that failed on one route waits for another one.
 
-    A route with little to do takes rows that are kept for another route, because an idle replica costs more
-    than the cache saves. But the prefixes of these rows must be computed again. So the route takes whole
-    groups if possible, and only under three conditions. Less than three quarters of its own window are used.
-    It has fewer than half as many requests in flight as the other route has rows, in flight or kept. And the
-    other route keeps at least a quarter as many rows as it has requests in flight.
+    A route with little to do takes half of the rows that are kept for the busiest route, because an idle
+    replica costs more than the cache saves. But the prefixes of these rows must be computed again. So the
+    route takes whole groups if possible, and only under three conditions:
 
-    Of each group that moves, one row is sent at once. The others are held for the time of a prefill pass, so
-    that they use the prefix which that row has computed.
+    - its requests in flight fill less than three quarters of its window;
+    - they are fewer than half of the rows that the busiest route has, in flight or kept;
+    - the rows kept for the busiest route are at least a quarter of its requests in flight.
+
+    The conditions do not count if the busiest route is suspended, or if the queue is full.
+
+    Of each group that moves, one row is sent at once. The others are held for HOLD_S, so that they use the
+    prefix which that row has computed.
     """
 
     def __init__(self, routes: Routes) -> None:
@@ -218,7 +223,7 @@ class DispatchQueue:
         self._for_any_route: deque[PendingRow] = deque()
         """Rows that failed on no route, in the order of sending."""
         self._turns: deque[PendingRow] = deque()
-        """Later requests of rollouts; they are sent before all other rows."""
+        """Later requests of rollouts that failed on no route; they are sent before `_for_any_route`."""
         self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)
         """Rows that have failed on routes, by the routes that they avoid."""
         self._count = 0
@@ -235,7 +240,10 @@ class DispatchQueue:
         return self._count >= READ_AHEAD_ROWS or self._bytes >= READ_AHEAD_BYTES
 
     def add(self, row: PendingRow, *, first: bool = False) -> None:
-        """Add a row behind all other rows, or before them if `first` is true."""
+        """Add a row behind all other rows of its kind, or before them if `first` is true.
+
+        The kinds are later requests of rollouts, rows that avoid the same routes, and all other rows.
+        """
         is_later_turn = row.turn is not None and not row.turn.is_first
         rows = self._turns if is_later_turn else self._for_any_route
         if avoided := row.avoided:  # The row failed on these routes.
@@ -288,7 +296,9 @@ class DispatchQueue:
             if row.group is None:
                 return row
             home = self.home_of(row.group)
-            if row.group.to_come:  # The row has come, so it is no longer promised to its route.
+            if (
+                row.group.to_come
+            ):  # The row was promised as one to come. If it is kept below, it is promised again.
                 row.group.to_come -= 1
                 home.promised -= 1
             if home is route:
@@ -315,10 +325,10 @@ class DispatchQueue:
     def _route_to_relieve(self, route: Route, in_flight: int) -> Route | None:
         """Return the route with the most kept rows if `route` may take some of them, else None.
 
-        A kept row waits for the route that has its prefix in the cache. The other route asks for a row, and
-        has `in_flight` requests in flight.
+        A kept row waits for the route that has its prefix in the cache. `route` asks for a row, and has
+        `in_flight` requests in flight without that row.
         """
-        busiest = max(self._routes, key=lambda route: len(route.kept))
+        busiest = max(self._routes, key=lambda other: len(other.kept))
         kept_rows = len(busiest.kept)
         if not kept_rows or route.held:  # Held rows are rows that the route has just taken from another one.
             return None
@@ -328,7 +338,7 @@ class DispatchQueue:
         if self._count >= READ_AHEAD_ROWS:
             # The queue is full, so no more rows are read, and the asking route would get none.
             return busiest
-        # The asking route has enough to do itself.
+        # If the asking route has enough to do itself, it takes none.
         if 2 * in_flight >= busiest.in_flight + kept_rows or 4 * in_flight >= 3 * route.window:
             return None
         if 4 * kept_rows < busiest.in_flight:  # The busiest route will need its kept rows soon.
@@ -358,9 +368,10 @@ def _hold(row: PendingRow, route: Route) -> None:
 def _relieve(busiest: Route, route: Route) -> PendingRow:
     """Move half of the rows that are kept for one route to another; return the first of these rows.
 
-    Groups move whole, except the last one. Groups of which no row was sent yet move first, then large groups.
-    Only one row of a group is sent at once. If two of them were in the same prefill pass, both would compute
-    the prefix, which the other route does not have in its cache yet.
+    Groups move whole, except the last one. Groups whose first row was not sent yet move first, and larger
+    groups before smaller ones. If two rows of a group were in the same prefill pass, both would compute the
+    prefix. So one row of each group may be sent at once, and the others are held, unless the route has the
+    prefix in its cache.
     """
     kept_rows = Counter[PrefixGroup](row.group for row in busiest.kept)  # number of kept rows, by group
     # Some of these rows may have been moved away from `route` before. It still has their prefix in its cache.
@@ -504,7 +515,7 @@ class Backlog:
                 self._poison.leave_flight(row)
         if route.held and route not in self._releasing:  # `take` has moved rows from another route.
             self._releasing.add(route)
-            asyncio.get_running_loop().call_later(PASS_S, self._release_held, route)
+            asyncio.get_running_loop().call_later(HOLD_S, self._release_held, route)
         if not self._queue.is_full:
             self._room.set()
         if row is not None and row.request.media:

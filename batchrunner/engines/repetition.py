@@ -5,7 +5,7 @@ repeats itself if its end is periodic: each character equals the character one p
 and poems repeat characters too. So the periodic end counts only if it is long, in characters and in periods.
 
 However long the periodic end is, it may still be data: some tables, logs and images in base64 have thousands
-of equal records in a row. Prose has none. So a run that stops answers by default stops prose only.
+of equal records in a row. Prose has none. So by default, a run stops an answer only if it repeats prose.
 docs/benchmarks.md has the rates of false alarms.
 """
 
@@ -135,8 +135,8 @@ def is_mentioned(prompt: str | Sequence[int], output: str | Sequence[int]) -> bo
         return False
     length = math.ceil(LEAST_MENTIONED * period)
     two_periods = output_text[-2 * period :]
-    # A whole period in the prompt contains a part from each of these starts or the next, so that a few parts
-    # of a long period are enough.
+    # A prompt that contains a whole period, wherever it begins, contains each part that starts in the first
+    # quarter of that period. So for a long period, a part for each sixteenth of it is enough.
     starts = range(0, period, max(1, period // 16))
     return any(two_periods[start : start + length] in prompt_text for start in starts)
 

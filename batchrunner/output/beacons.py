@@ -52,8 +52,9 @@ def silence_s(heartbeat_s: float) -> float:
     """Return the seconds since the last heartbeat after which a worker is dead.
 
     `heartbeat_s` is the pause between two heartbeats. An observer may date a heartbeat too late, by up to
-    this pause. The sum is such that a worker is replaced within DEAD_AFTER_S of its death. On NFS, where
-    heartbeats are 5 s apart, a listing may be 60 s old, so that a running worker may seem silent for 65 s.
+    this pause. The silence, this pause and TAKEOVER_S add up to DEAD_AFTER_S, within which a dead worker is
+    replaced. On NFS, where heartbeats are 5 s apart, a listing may be 60 s old, so that a running worker may
+    seem silent for 65 s.
     """
     return DEAD_AFTER_S - heartbeat_s - TAKEOVER_S
 

@@ -89,10 +89,10 @@ async def test_batches_resume_at_midnight(tmp_path: Path, monkeypatch: pytest.Mo
         return sleep_s
 
     monkeypatch.setattr("batchrunner.serve.server.seconds_left_of_day", midnight)
-    assert account.is_paused
+    assert owners.account_of("anna").is_paused
     sweeping = asyncio.create_task(_sweep_until(stop_event, State(tmp_path / "state"), owners))
     await asyncio.wait_for(swept.wait(), PATIENCE_S)
-    assert not account.is_paused
+    assert not owners.account_of("anna").is_paused
     stop_event.set()
     await sweeping
 
