@@ -70,7 +70,7 @@ def logged_passes(lines: Iterable[str]) -> list[tuple[str, LoggedBatch]]:
     return [(rank, record) for rank, record in records if isinstance(record, LoggedBatch)]
 
 
-def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
+def signs_of_passes(passes: Passes, tokens: float) -> dict[str, Any]:
     """Return statistics of logged passes, as fields of TrialSigns.
 
     `tokens` is the number of output tokens of these passes. `running` and `usage` are means over the logged
@@ -95,6 +95,16 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
         "decodes_per_prefill": round(decode_passes / prefills, 2) if prefills else None,
         "graph_off_share": round(uses_graph.count(False) / len(uses_graph), 3) if uses_graph else None,
     }
+
+
+def output_tokens(passes: Passes) -> float:
+    """Return the number of output tokens that logged passes generated.
+
+    The answered rows would not do for a short span, because a busy client counts them late. A prefill pass
+    generates the first token of each of its requests, a decode pass the next ones of each running request.
+    """
+    decoded = sum(batch.running * batch.accepted for _, batch in passes if batch.decode)
+    return LOG_INTERVAL * decoded + sum(batch.new_seqs for _, batch in passes)
 
 
 def output_rate(passes: Passes) -> float | None:
@@ -293,14 +303,15 @@ class MeasuringEngine(ObservedEngine):
             TrialProgress(at_s, self.watch.tokens, self.watch.rows, self._log_bytes or len(log))
         )
         passes = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
-        signs_of_log = signs_of_passes(passes, until.tokens - begin.tokens)
+        # With `--enable-mixed-chunk`, prefill passes decode too, and the log does not count their tokens. So
+        # the tokens of the answers are counted, and the log gives no rate.
+        prefills_decode = bool(self.args.get(name_in(self.args, "enable-mixed-chunk")))
+        tokens = until.tokens - begin.tokens if prefills_decode else output_tokens(passes)
+        rate = None if prefills_decode else output_rate(passes)
+        signs_of_log = signs_of_passes(passes, tokens)
         signs = replace(result.signs, **signs_of_log, repeated=round(words_a_step(self._answers), 2))
         facts = server_facts(_lines(log), self.args)
         limits = ServerReady(signs.pool_tokens, info.prefill_tokens, signs.max_running)
-        # With `--enable-mixed-chunk`, prefill passes decode too, and the log does not count their tokens. So
-        # the log gives no rate.
-        prefills_decode = bool(self.args.get(name_in(self.args, "enable-mixed-chunk")))
-        rate = None if prefills_decode else output_rate(passes)
         return replace(
             result,
             # Without a rate in the log, the rate of the answers counts.

@@ -9,6 +9,7 @@ from batchrunner.job.load import load_job
 from batchrunner.runner.trial import (
     logged_passes,
     output_rate,
+    output_tokens,
     server_facts,
     signs_of_passes,
 )
@@ -42,6 +43,7 @@ def test_the_log_tells_the_rest() -> None:
     assert facts.ready
     assert (facts.ready.gpu_gb, facts.chunk, facts.weights_gb) == (13.5, 8192, 15.0)
     assert facts.model == "LlamaForCausalLM"
+    assert output_tokens(logged_passes(LOG.splitlines())) == 10 * (233 + 300) + 2
     work = signs_of_passes(logged_passes(LOG.splitlines()), tokens=4200)
     assert work == {
         "tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "decodes_per_prefill": 20.0,
