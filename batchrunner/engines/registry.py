@@ -83,7 +83,7 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
     why = await _reason_for_gateway(spec, headers)
     if why is None:
         # All workers can be reached directly, or the job says so.
-        return _direct_servers((), gateway=spec.url, background=spec.background, options=options)
+        return _direct_servers((), gateway=spec, background=spec.background, options=options)
     if spec.background:
         raise EngineStartError(
             f"engine.background: rows would go through the gateway {spec.url} ({why}), which reports the "
@@ -93,13 +93,11 @@ async def _running_servers(spec: AttachEngine | GatewayEngine, limits: LimitsSpe
         )
     from batchrunner.engines.http.gateway import ThroughGateway  # noqa: PLC0415
 
-    return ThroughGateway(
-        spec.url, why=why, headers=spec.headers, routing_key_header=spec.routing_key_header, **options
-    )
+    return ThroughGateway(spec, why=why, **options)
 
 
 def _direct_servers(
-    urls: Sequence[str], *, gateway: str | None, background: bool, options: dict[str, Any]
+    urls: Sequence[str], *, gateway: GatewayEngine | None, background: bool, options: dict[str, Any]
 ) -> Engine:
     """Return the engine that sends rows directly to servers: `urls`, or the workers of a `gateway`."""
     if background:
@@ -111,10 +109,10 @@ def _direct_servers(
     return AttachedServers(urls, gateway=gateway, **options)
 
 
-async def _reason_for_gateway(spec: GatewayEngine, headers: Mapping[str, str]) -> str | None:
+async def _reason_for_gateway(spec: GatewayEngine, key_header: Mapping[str, str]) -> str | None:
     """Return why rows must go through the gateway; None if they go to its workers directly.
 
-    `headers` has the API key. The job's own `engine.headers` are sent too.
+    `key_header` has the API key.
     """
     if spec.route == "workers":
         return None
@@ -122,7 +120,7 @@ async def _reason_for_gateway(spec: GatewayEngine, headers: Mapping[str, str]) -
         return "engine.route"
     from batchrunner.engines.http.gateway import reason_to_go_through  # noqa: PLC0415
 
-    return await reason_to_go_through(spec.url, {**headers, **spec.headers})
+    return await reason_to_go_through(spec, key_header)
 
 
 def engine_of(job: Job) -> EngineSpec:

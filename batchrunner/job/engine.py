@@ -62,6 +62,8 @@ class GatewayEngine(RunningServers):
     """How rows are sent to the workers. `workers`: to each worker's own address. `gateway`: through the
     gateway. `auto`: to the workers' addresses if all of them can be reached by HTTP, else through the
     gateway."""
+    model: str | None = None
+    """Model name in the gateway's list of workers. Needed if the gateway serves several models."""
     headers: dict[str, str] = {}
     """HTTP headers of every request to the gateway, such as `{x-smg-tenant-id: nightly, x-smg-priority:
     bulk}`."""

@@ -384,6 +384,50 @@ def test_another_model_under_the_same_name(
     assert "of another model" not in outputs
 
 
+@pytest.mark.parametrize("route", ["auto", "gateway"])
+def test_a_gateway_of_several_models(
+    tmp_path: Path, keyed: RealGateway, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    """The job names one of them, whose workers get all rows; a job that names none, or another, is told."""
+    monkeypatch.setenv(KEY_VARIABLE, keyed.key)
+    engine = {**through(keyed), "route": route}
+    with (
+        FakeSGLang(model="fake/one", api_key=keyed.key) as one,
+        FakeSGLang(model="fake/two", api_key=keyed.key, max_running=5) as two,
+    ):
+        keyed.use(one.url, two.url)
+        error = run_job(job_of(tmp_path, engine, rows=20), tmp_path, code=2).stderr
+        assert "the gateway serves several models (fake/one, fake/two): set engine.model to one of" in error
+        error = run_job(job_of(tmp_path, {**engine, "model": "fake/none"}), tmp_path, code=2).stderr
+        assert f"engine.model: fake/none: the gateway {keyed.url} serves fake/one, fake/two" in error
+        job = job_of(tmp_path, {**engine, "model": "fake/two"})
+        report = batchrunner.run(job)
+        keyed.use()
+    assert (report.exit_code, report.rows_ok) == (0, 20)
+    assert (report.engine["model"], report.engine["max_running"]) == ("fake/two", 5)
+    assert (len(rows_at(one)), len(rows_at(two))) == (0, 20)
+
+
+@pytest.mark.parametrize(
+    ("route", "routes"), [("auto", ["{}"]), ("workers", ["{}"]), ("gateway", ["{}@0", "{}@1"])]
+)
+def test_a_gateway_that_lists_dp_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, routes: list[str]
+) -> None:
+    """With `--dp-aware`, rows go to the server's address, or through the gateway to each rank by a key."""
+    gateway = RealGateway("--policy", "consistent_hashing", "--dp-aware")
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    with FakeSGLang(api_key=gateway.key, arguments={"dp_size": 2}) as server:
+        try:
+            gateway.register(server.url)
+            eventually(lambda: len(gateway.listed()) == 2)
+            report = batchrunner.run(job_of(tmp_path, {**through(gateway), "route": route}, rows=20))
+        finally:
+            gateway.end()
+    assert (report.exit_code, report.rows_ok) == (0, 20)
+    assert sorted(report.engine["routes"]) == [each.format(server.url) for each in routes]
+
+
 @pytest.mark.usefixtures("quick_retries")
 def test_two_gateways_before_the_same_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs at once, each through a gateway of its own: each row is answered once."""

@@ -57,13 +57,17 @@ class RealGateway:
 
     def use(self, *urls: str) -> None:
         """Bring its list of workers to these."""
-        at_once = {"drain_settle_secs": 0}
         for url, number in self.listed().items():
             if url not in urls:
                 self._http.delete(f"/workers/{number}")
         for url in set(urls).difference(self.listed()):
-            self._http.post("/workers", json={"url": url, "api_key": self.key, "health": at_once})
+            self.register(url)
         eventually(lambda: self.listed().keys() == set(urls))
+
+    def register(self, url: str) -> None:
+        """Ask it to add a worker to its list, which takes a moment."""
+        at_once = {"drain_settle_secs": 0}
+        self._http.post("/workers", json={"url": url, "api_key": self.key, "health": at_once})
 
     def end(self) -> None:
         self._http.close()

@@ -34,6 +34,7 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDiedError,
     EngineDownError,
+    EngineStartError,
     NoAnswerError,
     RequestError,
     RowRefusedError,
@@ -62,6 +63,7 @@ from batchrunner.engines.http.server_info import (
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
+from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.sampling import THINKING
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName, VectorLength
@@ -966,12 +968,12 @@ class AttachedServers(HttpEngine):
         self,
         urls: Sequence[str],
         *,
-        gateway: str | None = None,
+        gateway: GatewayEngine | None = None,
         api_key: str | None,
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """`urls` are the URLs of replicas. With the URL of a `gateway`, the gateway lists the replicas."""
+        """`urls` are the URLs of replicas. A `gateway`, if there is one, lists the replicas instead."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._urls = urls
         self._gateway = gateway
@@ -988,7 +990,7 @@ class AttachedServers(HttpEngine):
             except EngineDownError as failure:
                 raise EngineAwayError(str(failure)) from None
             if not urls:
-                raise EngineAwayError(f"{gateway}: the gateway has no workers that speak HTTP")
+                raise EngineAwayError(f"{gateway.url}: the gateway has no workers that speak HTTP")
             remedy = (
                 "rows go directly to the gateway's workers, so make the workers reachable from this machine"
             )
@@ -996,7 +998,7 @@ class AttachedServers(HttpEngine):
         self._watch_loop = asyncio.create_task(self._watch())
         if gateway is None:
             return info
-        notes = (f"{len(urls)} workers of the gateway {gateway}: {', '.join(urls)}", *info.notes)
+        notes = (f"{len(urls)} workers of the gateway {gateway.url}: {', '.join(urls)}", *info.notes)
         return replace(info, kind="gateway", notes=notes)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
@@ -1030,21 +1032,32 @@ class AttachedServers(HttpEngine):
         while True:
             await asyncio.sleep(TIMING.model_check)
             if self._gateway is not None:
-                # A gateway that does not answer is no problem, because rows do not pass through it.
-                with contextlib.suppress(EngineDownError):
+                # Rows do not pass through the gateway. So it is no problem if the gateway does not answer, or
+                # if it lists no worker of the run's model for a while.
+                with contextlib.suppress(EngineDownError, EngineStartError):
                     self._update_workers(await self._workers(self._gateway))
             for endpoint in self.serving:
                 # A server that does not answer is noticed when the next row is sent to it.
                 with contextlib.suppress(EngineDownError):
                     await self.guard.confirm(endpoint)
 
-    async def _workers(self, gateway: str) -> list[str]:
-        """Return the addresses of a gateway's workers that speak HTTP; raises EngineDownError."""
-        from batchrunner.engines.http.gateway_workers import GatewayQuestions  # noqa: PLC0415 - for few jobs
+    async def _workers(self, gateway: GatewayEngine) -> list[str]:
+        """Return the addresses of a gateway's workers that speak HTTP.
 
-        async with aiohttp.ClientSession(headers=self._headers) as session:
-            workers = await GatewayQuestions(session, gateway).workers()
-        return [worker.url for worker in workers if not (worker.is_grpc or worker.is_leaving)]
+        Raises EngineDownError if the gateway does not answer, EngineStartError if it has no workers of the
+        job's `engine.model`.
+        """
+        from batchrunner.engines.http.gateway_workers import (  # noqa: PLC0415 - for few jobs
+            GatewayQuestions,
+            workers_of,
+        )
+
+        async with aiohttp.ClientSession(headers={**self._headers, **gateway.headers}) as session:
+            listed = await GatewayQuestions(session, gateway.url).workers()
+        if gateway.model is not None:
+            listed = workers_of(gateway.model, listed, gateway.url)
+        addresses = [worker.address for worker in listed if not (worker.is_grpc or worker.is_leaving)]
+        return list(dict.fromkeys(addresses))
 
     def _update_workers(self, urls: Sequence[str]) -> None:
         """Send rows to `urls`, the workers that the gateway lists now, and no more rows to other workers."""

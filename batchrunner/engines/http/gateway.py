@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -49,6 +48,7 @@ from batchrunner.engines.http.gateway_workers import (
     WorkerWatch,
     sum_of,
     urls_in_use,
+    workers_of,
 )
 from batchrunner.engines.http.guard import common_model, refuse_another
 from batchrunner.engines.http.server import Endpoint, SentRequest
@@ -59,6 +59,7 @@ from batchrunner.engines.http.server_info import (
     describe,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
+from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
@@ -68,8 +69,6 @@ log = logging.getLogger(__name__)
 
 DROPS_INTERVAL = "the gateway drops stream_interval"
 """Reason why an answer that the gateway forwards as events has an event for each token."""
-ROUTING_KEY = "x-smg-routing-key"
-"""Default name of the request header with the routing key."""
 ROUTED_TO = "x-smg-routed-worker-id"
 """Name of the answer header that has the URL of the worker that answered."""
 TRIES_PER_WORKER = 16
@@ -160,18 +159,23 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
     return EngineDiedError(message) if code.startswith(CUT_CODES) else None
 
 
-async def reason_to_go_through(url: str, headers: Mapping[str, str]) -> str | None:
+async def reason_to_go_through(spec: GatewayEngine, key_header: Mapping[str, str]) -> str | None:
     """Return why rows must go through a gateway; None if all its workers can be reached directly.
 
-    Raises EngineAwayError if there is no gateway, or if it has no workers.
+    `key_header` has the API key. Raises EngineAwayError if there is no gateway, or if it has no workers,
+    EngineStartError if it has no workers of the job's model.
     """
-    async with aiohttp.ClientSession(headers=headers) as session:
-        workers = await _workers_at_start(GatewayQuestions(session, url), url)
-        for worker in workers:
-            if worker.peculiarity is not None:
-                return f"{worker.url} {worker.peculiarity}"
-        reasons = await asyncio.gather(*(_unreachable(session, worker) for worker in workers))
-        return next(filter(None, reasons), None)
+    async with aiohttp.ClientSession(headers={**key_header, **spec.headers}) as session:
+        listed = await _workers_at_start(GatewayQuestions(session, spec.url), spec.url)
+    workers = workers_of(spec.model, listed, spec.url)
+    for worker in workers:
+        if worker.peculiarity is not None:
+            return f"{worker.url} {worker.peculiarity}"
+    # The job's headers are for the gateway, so the workers do not get them.
+    async with aiohttp.ClientSession(headers=key_header) as session:
+        by_address = {worker.address: worker for worker in workers}
+        reasons = await asyncio.gather(*(_unreachable(session, worker) for worker in by_address.values()))
+    return next(filter(None, reasons), None)
 
 
 async def _workers_at_start(gateway: GatewayQuestions, url: str) -> list[GatewayWorker]:
@@ -195,14 +199,16 @@ async def _unreachable(session: aiohttp.ClientSession, worker: GatewayWorker) ->
     Return None if the worker answers at its own address, with the model that the gateway lists.
     """
     try:
-        status, reply = await ServerStatus(session, worker.url).mapping("/model_info", TIMING.status_timeout)
+        status, reply = await ServerStatus(session, worker.address).mapping(
+            "/model_info", TIMING.status_timeout
+        )
     except NOT_REACHED:
-        return f"{worker.url} cannot be reached from here"
+        return f"{worker.address} cannot be reached from here"
     if not reply.get("model_path"):
-        return f"{worker.url} does not describe its model here (status {status})"
+        return f"{worker.address} does not describe its model here (status {status})"
     listed_path = worker.model.get("model_path")
     if listed_path is not None and listed_path != str(reply["model_path"]):
-        return f"{worker.url} serves {reply['model_path']}, but the gateway lists it with {listed_path}"
+        return f"{worker.address} serves {reply['model_path']}, but the gateway lists it with {listed_path}"
     return None
 
 
@@ -287,22 +293,22 @@ class ThroughGateway(HttpEngine):
 
     def __init__(
         self,
-        url: str,
+        spec: GatewayEngine,
         *,
         why: str,
         api_key: str | None,
         limits: LimitsSpec,
         task: TaskName = GENERATE,
-        routing_key_header: str = ROUTING_KEY,
-        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`why` is the reason why rows go through the gateway; `headers` are sent with every request."""
+        """`why` is the reason why rows go through the gateway that `spec` describes."""
         super().__init__(api_key=api_key, limits=limits, task=task)
-        self._headers |= headers
+        self._headers |= spec.headers
         self._no_events = DROPS_INTERVAL
-        self.url = url
+        self.url = spec.url
         self._why = why
-        self._key_header = routing_key_header
+        self._key_header = spec.routing_key_header
+        self._model_of_job = spec.model
+        """Model name that the job gives as `engine.model`; None if the gateway serves one model only."""
         self._gateway: GatewayQuestions | None = None
         """Asks the gateway for its workers; None before `open`."""
         self._model_id = ""
@@ -339,12 +345,18 @@ class ThroughGateway(HttpEngine):
                 f"task: {self._task} needs requests that the gateway {self.url} does not pass on",
                 hint="set engine.route: workers, or list the workers as engine.urls",
             )
-        workers = await _workers_at_start(self._gateway, self.url)
+        listed = await _workers_at_start(self._gateway, self.url)
+        workers = workers_of(self._model_of_job, listed, self.url)
         self._observe(workers)
         self._workers.listed_at = time.monotonic()
-        model, server = await self._describe(workers)
+        # The gateway would describe its first worker, whatever its model is. By the URL of a DP rank it
+        # reaches no server.
+        has_other_models = len(workers) < len(listed)
+        has_ranks = any(worker.dp_base_url for worker in workers)
+        model, server = await self._describe(workers, by_labels=has_other_models or has_ranks)
         # The gateway finds workers by the model's name, so every request must have the name.
-        self._model_id = next((w.model_id for w in workers if w.model_id), str(model["served_model_name"]))
+        name_in_list = next((worker.model_id for worker in workers if worker.model_id), None)
+        self._model_id = self._model_of_job or name_in_list or str(model["served_model_name"])
         self.model_to_send = self._model_id
         self._model_names = frozenset({self._model_id, str(model["model_path"])})
         # The labels in the gateway's list describe a worker's model. Without labels, there are no fields to
@@ -393,16 +405,18 @@ class ThroughGateway(HttpEngine):
         names = ", ".join(worker.url for worker in workers)
         return f"rows go through the gateway {self.url} ({self._why}) to {names}: {choice}"
 
-    async def _describe(self, workers: Sequence[GatewayWorker]) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def _describe(
+        self, workers: Sequence[GatewayWorker], *, by_labels: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the description of the workers' model, and the server arguments.
 
-        If all workers speak HTTP, the gateway asks one of them for both. gRPC workers are described only by
-        their labels in the gateway's list, which have some of the fields.
+        If all workers speak HTTP, the gateway asks one of them for both, unless `by_labels` is true. Other
+        workers are described only by their labels in the gateway's list, which have some of the fields.
         """
         assert self._question_session is not None
         status = ServerStatus(self._question_session, self.url)
         model, server = dict[str, Any](), dict[str, Any]()
-        if not any(worker.is_grpc for worker in workers):
+        if not (by_labels or any(worker.is_grpc for worker in workers)):
             try:
                 code, model = await status.mapping(MODEL_INFO, TIMING.server_open)
                 _, server = await status.mapping(SERVER_INFO, TIMING.server_open)
@@ -692,14 +706,15 @@ class ThroughGateway(HttpEngine):
         """
         assert self._question_session is not None
         body = {"model": self._model_id, "input_ids": [1], "sampling_params": {"temperature": -1}}
-        timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
+        url = URL(self.url + wire.GENERATE_PATH)
+        sender = PostSender(self._question_session, url, headers={self._key_header: key})
         try:
-            async with self._question_session.post(
-                self.url + wire.GENERATE_PATH, json=body, headers={self._key_header: key}, timeout=timeout
-            ) as answer:
-                return answer.headers.get(ROUTED_TO)
-        except NOT_REACHED:
+            async with asyncio.timeout(TIMING.status_timeout):
+                answer = await sender.post(wire.bytes_of(body))
+        except (EngineDownError, *NOT_REACHED):
             return None
+        answer.release()
+        return answer.headers.get(ROUTED_TO)
 
     async def close(self) -> None:
         """End a search for routing keys, and close all connections."""

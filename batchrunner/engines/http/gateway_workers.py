@@ -22,7 +22,7 @@ import msgspec
 import orjson
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.core.errors import EngineDownError
+from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import another_model, model_in
 from batchrunner.engines.http.proxies import by_proxy
@@ -97,6 +97,9 @@ class GatewayWorker(msgspec.Struct):
     labels: Mapping[str, Any] = {}
     """Properties of the worker's model and server arguments when the worker was registered. Values are
     texts."""
+    dp_base_url: str | None = None
+    """URL of the server, if the gateway lists each DP rank of the server as a worker (`--dp-aware`). The
+    worker's own URL then ends with `@` and the rank."""
     load: int | None = None
     """Number of requests that the gateway has at the worker now; None if the gateway does not report it."""
     engine_load: _EngineLoad | None = None
@@ -118,6 +121,11 @@ class GatewayWorker(msgspec.Struct):
         if self.worker_type != "regular":
             return f"is a {self.worker_type} worker, and only the gateway joins prefill and decode"
         return None
+
+    @property
+    def address(self) -> str:
+        """URL of the worker's server. DP ranks of one server have the same address."""
+        return (self.dp_base_url or self.url).rstrip("/")
 
     @property
     def is_leaving(self) -> bool:
@@ -156,6 +164,23 @@ class GatewayWorker(msgspec.Struct):
 def urls_in_use(workers: Iterable[GatewayWorker]) -> frozenset[str]:
     """Return the URLs of the workers to which the gateway sends requests now."""
     return frozenset(worker.url for worker in workers if worker.is_healthy and not worker.is_leaving)
+
+
+def workers_of(model: str | None, listed: Sequence[GatewayWorker], gateway: str) -> list[GatewayWorker]:
+    """Return the workers of the job's `engine.model`, or all workers if the `gateway` serves one model only.
+
+    A worker without a model name counts as one of every model. Raises EngineStartError if no worker has the
+    model, or if the gateway serves several models and the job names none.
+    """
+    names = sorted({worker.model_id for worker in listed if worker.model_id})
+    if model is None and len(names) > 1:
+        raise EngineStartError(
+            f"{gateway}: the gateway serves several models ({', '.join(names)})",
+            hint="set engine.model to one of them",
+        )
+    if model is not None and names and model not in names:
+        raise EngineStartError(f"engine.model: {model}: the gateway {gateway} serves {', '.join(names)}")
+    return [worker for worker in listed if model is None or worker.model_id in {None, model}]
 
 
 _read_loads = msgspec.json.Decoder(_GatewayLoads)
@@ -351,7 +376,10 @@ class GatewayQuestions:
             raise EngineDownError(
                 f"{self.url}: refuses the API key ({status}){by_proxy(self.url)}: see engine.api_key_env"
             )
-        raise EngineDownError(f"{self.url}: is not SGLang's Model Gateway (no path {WORKERS})")
+        raise EngineDownError(
+            f"{self.url}: is not SGLang's Model Gateway (no path {WORKERS}): correct engine.url, or write "
+            f"`engine: {self.url}` if a server is there"
+        )
 
     async def _workers_in_loads(self, timeout_s: float) -> list[GatewayWorker]:
         """Return the workers that `/loads` names; empty if there is no readable answer."""
@@ -376,12 +404,11 @@ class GatewayQuestions:
         A request without a prompt is sent. The gateway refuses it in any case, but with another status if the
         key may not send rows.
         """
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.post(self.url + GENERATE_PATH, json={}, timeout=timeout) as answer:
-                return answer.status not in KEY_REFUSED
+            status, _ = await self._status.post(GENERATE_PATH, {}, timeout_s)
         except NOT_REACHED:
             return False
+        return status not in KEY_REFUSED
 
     async def _get(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
         """Return the status and the JSON object of a path; raises EngineDownError without an answer."""

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import aiohttp
 import pytest
@@ -22,6 +23,8 @@ from batchrunner.engines.http.client import AttachedServers
 from batchrunner.engines.http.connections import HeldPort, free_port
 from batchrunner.engines.http.replies import EventLines
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
+from batchrunner.engines.registry import make_engine
+from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
 from tests.conftest import eventually
 from tests.support.fake_sglang import FakeSGLang
@@ -163,6 +166,31 @@ class HangingNow(HangDetector):
         return Hang(90.0, "did nothing for 90 s")
 
 
+@pytest.mark.parametrize("route", ["auto", "workers"])
+async def test_headers_for_a_gateway_whose_workers_are_reached_directly(
+    tmp_path: Path, route: Literal["auto", "workers"]
+) -> None:
+    """The gateway gets the job's headers, also where rows do not go through it; its workers do not."""
+    with FakeSGLang() as worker:
+
+        async def workers(request: web.BaseRequest) -> web.Response:
+            if request.headers.get("x-ingress") != "sesame":
+                return web.Response(status=403)
+            return web.json_response({"workers": [{"url": worker.url}]})
+
+        async with serving(workers) as gateway:
+            spec = GatewayEngine(
+                kind="gateway", url=str(gateway), route=route, headers={"x-ingress": "sesame"}
+            )
+            engine = await make_engine(spec, log_dir=tmp_path, limits=LimitsSpec())
+            try:
+                assert isinstance(engine, AttachedServers)
+                assert (await engine.open()).routes == (worker.url,)
+                assert "x-ingress" not in engine._headers
+            finally:
+                await engine.close()
+
+
 async def test_a_gateway_lists_a_worker_that_hangs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is paused for a hang gets no rows when its gateway removes it and lists it again."""
     monkeypatch.setattr(TIMING, "model_check", 0.01)
@@ -173,7 +201,8 @@ async def test_a_gateway_lists_a_worker_that_hangs_again(monkeypatch: pytest.Mon
             return web.json_response({"workers": [{"url": url} for url in listed]})
 
         async with serving(workers) as gateway:
-            engine = AttachedServers([], gateway=str(gateway), api_key=None, limits=LimitsSpec())
+            spec = GatewayEngine(kind="gateway", url=str(gateway))
+            engine = AttachedServers([], gateway=spec, api_key=None, limits=LimitsSpec())
             await engine.open()
             try:
                 engine.endpoints[first.url].hangs = HangingNow(0.0)

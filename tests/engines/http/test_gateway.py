@@ -23,6 +23,7 @@ from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
 from batchrunner.engines.http.gateway_workers import GatewayQuestions
 from batchrunner.engines.http.replies import WholeAnswer
 from batchrunner.engines.http.server_info import is_gateway
+from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
 from tests.support.prompts import request
 
@@ -142,7 +143,8 @@ async def serving(gateway: FakeGateway) -> AsyncIterator[str]:
 @asynccontextmanager
 async def opened(gateway: FakeGateway) -> AsyncIterator[ThroughGateway]:
     async with serving(gateway) as url:
-        engine = ThroughGateway(url, why="a test", api_key=None, limits=LimitsSpec())
+        spec = GatewayEngine(kind="gateway", url=url)
+        engine = ThroughGateway(spec, why="a test", api_key=None, limits=LimitsSpec())
         try:
             yield engine
         finally:
@@ -197,10 +199,10 @@ async def test_headers_of_the_job() -> None:
     gateway = FakeGateway()
     gateway.key_header = "x-session"
     async with serving(gateway) as url:
-        engine = ThroughGateway(
-            url, why="a test", api_key=None, limits=LimitsSpec(), routing_key_header="x-session",
-            headers={"x-smg-tenant-id": "nightly"},
-        )  # fmt: skip
+        spec = GatewayEngine(
+            kind="gateway", url=url, routing_key_header="x-session", headers={"x-smg-tenant-id": "nightly"}
+        )
+        engine = ThroughGateway(spec, why="a test", api_key=None, limits=LimitsSpec())
         try:
             info = await engine.open()
             assert set(info.routes) == {worker["url"] for worker in gateway.workers}
@@ -210,6 +212,20 @@ async def test_headers_of_the_job() -> None:
         finally:
             await engine.close()
     assert gateway.headers == {"nightly"}
+
+
+async def test_keys_are_found_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for routing keys reaches a gateway that only the proxy of the environment reaches."""
+    gateway = FakeGateway()
+    async with serving(gateway) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        spec = GatewayEngine(kind="gateway", url="http://gateway.invalid:30000")
+        engine = ThroughGateway(spec, why="a test", api_key=None, limits=LimitsSpec())
+        try:
+            info = await engine.open()
+        finally:
+            await engine.close()
+    assert set(info.routes) == {worker["url"] for worker in gateway.workers}
 
 
 async def test_one_route_where_no_key_is_kept() -> None:
