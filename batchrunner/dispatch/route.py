@@ -200,13 +200,15 @@ class Routes:
         """Take a slot on the server with the most free slots; None if no slot is free.
 
         Only servers for which `wants` is true count. A server that failed a request gives no slot until its
-        pause ends.
+        pause ends. After that, and until it answers again, it is the last choice: otherwise a server that is
+        gone for good would get the last row of a run again and again.
         """
-        best, most_free = None, 0
+        best, best_rank = None, (False, 0)
         for route in self:
             free = route.window - route.in_flight
-            if free > most_free and route.cools_until <= now and wants(route):
-                best, most_free = route, free
+            rank = not route.cools_until, free
+            if free > 0 and rank > best_rank and route.cools_until <= now and wants(route):
+                best, best_rank = route, rank
         if best is not None:
             best.in_flight += 1
             self.in_flight += 1

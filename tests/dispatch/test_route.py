@@ -23,6 +23,17 @@ def routes(**windows: int) -> Routes:
     return made
 
 
+def test_a_server_that_failed_is_the_last_choice() -> None:
+    """After its pause it gets a request if no other server has a free slot, until it answers again."""
+    servers = routes(a=5, b=1)
+    cooldown_s = servers.cool_down(servers["a"], 0.0)
+    order = [servers.acquire_slot(cooldown_s) for _ in range(2)]
+    assert order == [servers["b"], servers["a"]]
+    servers["a"].end_cooldown()
+    servers.release_slot(servers["b"])
+    assert servers.acquire_slot(cooldown_s) is servers["a"]
+
+
 @given(windows=st.tuples(*[st.integers(1, 6)] * 3), history=events)
 def test_no_window_is_ever_exceeded(
     windows: tuple[int, int, int], history: list[tuple[str, str, int]]
