@@ -315,7 +315,12 @@ class ThroughGateway(HttpEngine):
         """Model name by which the gateway finds the workers."""
         self._workers = WorkerStates()
         self._has_keys = False
-        """Whether the gateway routes by keys."""
+        """Whether rows are sent with routing keys, so that each worker is a route."""
+        self._keys_are_proven = False
+        """Whether different keys have led to different workers. With a single worker, every key leads to it,
+        whatever the gateway's policy is."""
+        self._shared_route = spec.url
+        """Route of all rows if the gateway chooses their workers."""
         self._key_numbers = itertools.count()
         """Counter from which the routing keys to try are made."""
         self._in_use: frozenset[str] = frozenset()
@@ -368,8 +373,9 @@ class ThroughGateway(HttpEngine):
         # If any worker is no regular HTTP server, the gateway must choose the worker of each request, so no
         # routing keys are searched.
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
-        keys = {} if peculiarity else await self._keys_of(self._in_use)
+        keys = {} if peculiarity else await self._keys_of(self._in_use) or {}
         self._has_keys = bool(keys)
+        self._keys_are_proven = len(keys) > 1
         for url, key in keys.items():
             self._workers.see(url).key = key
         # Without routing keys, the gateway is the only route.
@@ -395,15 +401,17 @@ class ThroughGateway(HttpEngine):
 
     def _note(self, workers: Sequence[GatewayWorker]) -> str:
         """Return a note for the user: why rows go through the gateway, and who chooses their worker."""
-        if self._has_keys:
-            choice = "each worker gets its rows by a routing key"
+        if len(self._in_use) == 1:
+            choice = ""
+        elif self._has_keys:
+            choice = ": each worker gets its rows by a routing key"
         else:
             choice = (
-                "the gateway chooses the worker of each row (with --policy consistent_hashing and "
+                ": the gateway chooses the worker of each row (with --policy consistent_hashing and "
                 "--disable-worker-overload-protection, rows with a common prefix would stay on one worker)"
             )
         names = ", ".join(worker.url for worker in workers)
-        return f"rows go through the gateway {self.url} ({self._why}) to {names}: {choice}"
+        return f"rows go through the gateway {self.url} ({self._why}) to {names}{choice}"
 
     async def _describe(
         self, workers: Sequence[GatewayWorker], *, by_labels: bool
@@ -557,16 +565,16 @@ class ThroughGateway(HttpEngine):
         If rows cannot be sent to this worker itself, the load belongs to the gateway, which chooses the
         worker of each row.
         """
-        if worker.url in self.endpoints:
+        if self._has_keys:
             scheduler, route = worker.url, worker.url
         else:
-            scheduler, route = f"{self.url}#{worker.url}", self.url
+            scheduler, route = f"{self.url}#{worker.url}", self._shared_route
         load_estimate = self._workers.see(worker.url).load
         return load_estimate.now(self._in_flight_at(worker), scheduler=scheduler, route=route, now=now)
 
     def _in_flight_at(self, worker: GatewayWorker) -> int:
         endpoint = self.endpoints.get(worker.url)
-        if endpoint is not None:
+        if self._has_keys and endpoint is not None:
             # The worker is a route, so our own requests at it are known.
             requests_of_others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
             return _rows_of(endpoint) + requests_of_others
@@ -633,7 +641,8 @@ class ThroughGateway(HttpEngine):
         """
         if now < self._next_search_at:
             return False
-        for endpoint in self.serving:
+        # The key of a worker that has left leads elsewhere by nature.
+        for endpoint in filter(lambda endpoint: endpoint.is_listed, self.serving):
             for sender in endpoint.senders.values():
                 assert isinstance(sender, GatewaySender)
                 if sender.answered_by not in {None, endpoint.url}:
@@ -651,6 +660,11 @@ class ThroughGateway(HttpEngine):
         while not is_current:
             urls = self._in_use
             keys = await self._keys_of(urls)
+            if keys is None and not self._keys_are_proven:
+                self._share_one_route()
+                return
+            keys = keys or {}
+            self._keys_are_proven |= len(keys) > 1
             if not keys.keys() >= urls:
                 # A worker or the gateway is down. The worker keeps its old key until it answers again. This
                 # pause limits how often the search is repeated meanwhile.
@@ -666,11 +680,28 @@ class ThroughGateway(HttpEngine):
                 # New senders are created when needed, with the new routing key.
                 endpoint.senders.clear()
 
-    async def _keys_of(self, urls: frozenset[str]) -> dict[str, str]:
+    def _share_one_route(self) -> None:
+        """Send all rows without routing keys from now on, because the gateway does not route by keys.
+
+        The run began with a single worker, so its route is now that of all workers.
+        """
+        endpoint = self.serving[-1]
+        log.warning(
+            "the gateway %s does not keep the rows of a routing key on one worker: from now on the gateway "
+            "chooses the worker of each row, and the route %s stands for all workers",
+            self.url, endpoint.url,
+        )  # fmt: skip
+        self._has_keys = False
+        self._shared_route = endpoint.url
+        endpoint.set_listed(is_listed=True)
+        # New senders are created when needed, without a routing key.
+        endpoint.senders.clear()
+
+    async def _keys_of(self, urls: frozenset[str]) -> dict[str, str] | None:
         """Try routing keys until one leads to each worker; return the keys by the workers' URLs.
 
-        A worker that is down gets no key. The result is empty if the gateway does not route by keys: a key
-        has led to different workers, or some worker got no key though all requests were answered.
+        A worker that is down gets no key. The result is None if the gateway does not route by keys: a key has
+        led to different workers, or some worker got no key though all requests were answered.
 
         Requests are sent one after the other. A gateway may pin a key to a worker at the first request with
         the key, and the second request must not arrive before that.
@@ -686,17 +717,20 @@ class ThroughGateway(HttpEngine):
                 unanswered += 1
             elif url in urls and url not in keys:
                 keys[url] = key
-                if await self._worker_of(key) != url:
-                    # A second request with the key led elsewhere, so the gateway does not route by keys.
-                    return {}
+                answered_by = await self._worker_of(key)
+                if answered_by != url:
+                    # A second request with the key led elsewhere, so the gateway does not route by keys. If
+                    # there was no answer, nothing is known.
+                    return None if answered_by else {}
         # If every request was answered, a gateway that routes by keys would have reached all workers.
         if not (keys.keys() >= urls or unanswered):
-            return {}
+            return None
         # A gateway that ignores keys may still have chosen the same worker twice by chance.
         for _ in range(CONFIRMATIONS - 1):
             for url, key in keys.items():
-                if await self._worker_of(key) != url:
-                    return {}
+                answered_by = await self._worker_of(key)
+                if answered_by != url:
+                    return None if answered_by else {}
         return keys
 
     async def _worker_of(self, key: str) -> str | None:

@@ -239,6 +239,27 @@ async def test_one_route_where_no_key_is_kept() -> None:
         assert {load.scheduler.rpartition("#")[2] for load in loads} == {w["url"] for w in gateway.workers}
 
 
+async def test_a_gateway_without_keys_whose_first_worker_was_alone() -> None:
+    """The route of its first worker becomes that of all workers, also when the first one is gone."""
+    gateway = FakeGateway(keeps=False)
+    first, second = gateway.workers
+    third = {**second, "url": "http://10.0.0.3:30000"}
+    gateway.workers = [first]
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert info.routes == (first["url"],)
+        assert not any("routing key" in note for note in info.notes)
+        gateway.workers = [second, third]
+        while len(loads := await engine.loads()) < 2:
+            pass
+        assert {load.route for load in loads} == {first["url"]}
+        answered_by = set()
+        for _ in range(2):
+            assert (await engine.generate(request(0, "a"), first["url"])).texts == ["a"]
+            answered_by.add(gateway.sent[-1][0])
+        assert answered_by == {second["url"], third["url"]}
+
+
 async def test_a_worker_that_is_down_gets_a_key_once_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other workers have routes meanwhile."""
     monkeypatch.setattr(TIMING, "model_check", 0.001)
