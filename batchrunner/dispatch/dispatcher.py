@@ -229,8 +229,7 @@ class Dispatcher:
             cause = await self._investigate_refusal(row, route, history, now)
         # `_investigate_refusal` must run before this check. Its control request may show that the engine
         # accepts rows.
-        if kind in UNAVAILABLE:
-            self._record_unavailable(kind, now)
+        self._record_acceptance(kind, error, now)
         fate = fate_of(self._failed_attempt(row, route, kind=kind, cause=cause, now=now))
         history.add(kind, fate, route, error)
         match fate:
@@ -280,12 +279,16 @@ class Dispatcher:
             await self._send_control(row, route)
         return cause
 
-    def _record_unavailable(self, kind: FailureKind, now: float) -> None:
+    def _record_acceptance(self, kind: FailureKind, error: RequestError, now: float) -> None:
         """Record since when the engine accepts no row.
 
-        If the engine died, the time starts now, because the engine accepted rows until then.
+        If the engine died, the time starts now, because the engine accepted rows until then. An engine that
+        replies to a row with an error of that row accepts rows.
         """
-        if self._refused_since is None or kind is FailureKind.DIED:
+        if kind not in UNAVAILABLE:
+            if error.body is not None:
+                self._refused_since = None
+        elif self._refused_since is None or kind is FailureKind.DIED:
             self._refused_since = now
 
     def _failed_attempt(

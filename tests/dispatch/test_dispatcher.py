@@ -226,6 +226,21 @@ async def test_a_busy_server_is_asked_again() -> None:
     assert all(2 < outcome.attempts <= 8 for outcome in run.outcomes.values())  # controls come beside them
 
 
+async def test_an_engine_that_fails_rows_and_refuses_them_meanwhile_is_not_lost() -> None:
+    """Failed rows may open a gateway's circuit breaker: the last rows end by their own failures."""
+
+    def opens_the_circuit(_row: int, times: int) -> RequestError:
+        if times % 3 != 2:
+            return is_busy(0, 0)
+        failure = AttemptFailedError("status 500")
+        failure.body = b"{}"
+        return failure
+
+    run = Run({"a": opens_the_circuit}, max_attempts=3, engine_wait=1e-9)
+    await run.send(1)
+    assert run.errors() == {0: "status 500"}
+
+
 async def test_rows_that_were_returned_do_not_count_the_attempt() -> None:
     def returns(_row: int, times: int) -> RequestError | None:
         if times > 1:

@@ -209,6 +209,34 @@ def test_the_gateways_own_limits_fail_no_row(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("quick_retries")
+def test_a_failing_row_opens_the_circuit_breaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row ends with its own error, the others are answered, and a line says what the gateway does."""
+    gateway = RealGateway(
+        *("--policy", "consistent_hashing", "--cb-failure-threshold", "1"),
+        *("--cb-success-threshold", "1", "--cb-timeout-duration-secs", "1"),
+    )
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+
+    def fails_one(sent: Sent) -> Behaviour:
+        return "broken 500" if sent.prompt == "row 3" else "answer"
+
+    with (
+        FakeSGLang(fails_one, api_key=gateway.key) as one,
+        FakeSGLang(fails_one, api_key=gateway.key) as two,
+    ):
+        gateway.use(one.url, two.url)
+        job = job_of(tmp_path, through(gateway), limits={"max_attempts": 2})
+        try:
+            result = run_job(job, tmp_path, code=3)
+        finally:
+            gateway.end()
+    rows = results_of(job)
+    assert [row["row"] for row in rows if row["error"]] == [3]
+    assert rows[3]["error"].startswith("500: ")
+    assert "Failed rows have opened its circuit breaker" in result.stderr
+
+
+@pytest.mark.usefixtures("quick_retries")
 @pytest.mark.parametrize("policy", ["consistent_hashing", "round_robin"])
 def test_the_gateway_dies_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str

@@ -88,7 +88,9 @@ SERVER_INFO = "/get_server_info"
 """Path under which the gateway returns the `/server_info` of its first HTTP worker."""
 TASKS_PASSED = frozenset({GENERATE, EMBED})
 """Tasks whose requests a gateway passes on. It has no `/encode`, and takes no lists of logprob options."""
-NO_WORKER_CODES = frozenset({"no_available_workers", "no_healthy_workers", "no_workers", "model_not_found"})
+CIRCUIT_OPEN_CODE = "no_available_workers"
+"""Error code of a request while all workers are unhealthy, or their circuit breakers are open."""
+NO_WORKER_CODES = frozenset({CIRCUIT_OPEN_CODE, "no_healthy_workers", "no_workers", "model_not_found"})
 """Error codes of a request for which the gateway has no worker now."""
 UNCONNECTED_CODE = "call_upstream_connection_failed"
 """Error code of a request for which the gateway could not connect to the worker."""
@@ -101,6 +103,12 @@ LIMIT_CODES = (
 )
 """Prefixes of the error codes of a request that the gateway refuses because of its own limits, such as its
 queue or the quota of a tenant."""
+CIRCUIT_OPEN = (
+    "the gateway %s lists %d healthy workers, but sends them no rows (%s). Failed rows have opened its "
+    "circuit breaker: rows wait until the gateway tries a worker again. Start the gateway with "
+    "--disable-circuit-breaker --disable-retries"
+)
+"""Warning that a gateway refuses rows although it lists healthy workers."""
 ASTRAY = (
     "rows with the routing key of %s were answered by %s: the gateway has reassigned the key, or its "
     "overload protection avoids a worker with waiting requests (start the gateway with "
@@ -168,6 +176,9 @@ async def reason_to_go_through(spec: GatewayEngine, key_header: Mapping[str, str
     async with aiohttp.ClientSession(headers={**key_header, **spec.headers}) as session:
         listed = await _workers_at_start(GatewayQuestions(session, spec.url), spec.url)
     workers = workers_of(spec.model, listed, spec.url)
+    # A worker that is down now gets rows once it answers, whichever way they go.
+    in_use = urls_in_use(workers)
+    workers = [worker for worker in workers if worker.url in in_use] or workers
     for worker in workers:
         if worker.peculiarity is not None:
             return f"{worker.url} {worker.peculiarity}"
@@ -272,7 +283,8 @@ class GatewaySender(PostSender):
         Raises EngineDownError while the gateway is in doubt, and for an answer of a worker in doubt.
         """
         if self._workers.is_gateway_in_doubt:
-            raise EngineDownError("the gateway was away, and its list of workers must be read first")
+            gateway = self._url.origin()
+            raise EngineDownError(f"the gateway {gateway} was away, and has not listed its workers since")
         answer = await super().post(body)
         url = answer.headers.get(ROUTED_TO)
         if url is None:
@@ -332,6 +344,8 @@ class ThroughGateway(HttpEngine):
         time (seconds of the monotonic clock)."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
+        self._has_warned_of_circuit = False
+        """Whether the log has a warning that the gateway's circuit breaker is open."""
         self._is_away = False
         """Whether the gateway did not answer when it was last asked."""
 
@@ -470,6 +484,10 @@ class ThroughGateway(HttpEngine):
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
         """Return the error of a refused row; mark a worker as in doubt if the gateway could not reach it."""
         error = refusal_of(answer)
+        is_circuit_open = self._in_use and code_of(answer.content) == CIRCUIT_OPEN_CODE
+        if is_circuit_open and not self._has_warned_of_circuit:
+            self._has_warned_of_circuit = True
+            log.warning(CIRCUIT_OPEN, self.url, len(self._in_use), error)
         if isinstance(error, (EngineDownError, EngineDiedError)):
             for url, state in self._workers.of.items():
                 # The gateway's message may name the worker, even if the route is the whole gateway.

@@ -56,7 +56,10 @@ def in_words(failure: Exception) -> str:
     """Return one line with the reason why a server gave no answer. Some errors of aiohttp have no text."""
     if isinstance(failure, aiohttp.TooManyRedirects):
         return "its redirects form a loop"
-    return " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
+    words = " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
+    if isinstance(failure, aiohttp.ClientConnectorCertificateError):
+        return f"{words}; to trust its certificate, set SSL_CERT_FILE"
+    return words
 
 
 class ServerStatus:

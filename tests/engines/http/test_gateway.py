@@ -19,12 +19,14 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.hang_detector import HangDetector
-from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
+from batchrunner.engines.http.connections import free_port
+from batchrunner.engines.http.gateway import ThroughGateway, code_of, reason_to_go_through, refusal_of
 from batchrunner.engines.http.gateway_workers import GatewayQuestions
 from batchrunner.engines.http.replies import WholeAnswer
 from batchrunner.engines.http.server_info import is_gateway
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.prompts import request
 
 WORKER = "http://10.0.0.1:30000"
@@ -226,6 +228,20 @@ async def test_keys_are_found_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -
         finally:
             await engine.close()
     assert set(info.routes) == {worker["url"] for worker in gateway.workers}
+
+
+async def test_a_worker_that_is_down_does_not_decide_the_way() -> None:
+    """Rows go directly if all healthy workers can be reached, although one that is down cannot."""
+    gateway = FakeGateway()
+    up, down = gateway.workers
+    with FakeSGLang() as worker:
+        up.update(url=worker.url, labels={})
+        async with serving(gateway) as url:
+            spec = GatewayEngine(kind="gateway", url=url)
+            down.update(url=f"http://127.0.0.1:{free_port()}", labels={})
+            assert "cannot be reached" in str(await reason_to_go_through(spec, {}))
+            down.update(is_healthy=False, status="failed")
+            assert await reason_to_go_through(spec, {}) is None
 
 
 async def test_one_route_where_no_key_is_kept() -> None:

@@ -1,13 +1,15 @@
 """What a server says of itself and of its load, whatever it offers."""
 
 from typing import Any
+from unittest.mock import Mock
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.engines.http.server_info import counters_in, describe, load_in
+from batchrunner.engines.http.server_info import counters_in, describe, in_words, load_in
 from tests.support.reader_checks import ANY_JSON, check_load, json_of, some_odd
 
 MODEL = {"model_path": "org/model"}
@@ -39,6 +41,14 @@ def test_replicas_that_tokenize_in_two_ways_do_it_themselves() -> None:
 
 
 URL = "http://127.0.0.1:30000"
+
+
+def test_a_certificate_that_is_not_trusted() -> None:
+    """The reason says how to trust it."""
+    failure: Any = aiohttp.ClientConnectorCertificateError(
+        Mock(host="gateway", port=443, is_ssl=True), Exception("self-signed certificate")
+    )
+    assert in_words(failure).endswith("; to trust its certificate, set SSL_CERT_FILE")
 
 
 def load(rank: int, running: int, queue: int) -> dict[str, Any]:
