@@ -47,7 +47,7 @@ from batchrunner.engines.http.gateway_workers import (
     GatewayWorker,
     LoadEstimate,
     WorkerWatch,
-    sum_of,
+    report_of_halves,
     urls_in_use,
 )
 from batchrunner.engines.http.guard import common_model, refuse_another
@@ -93,6 +93,10 @@ NO_WORKER_CODES = frozenset({"no_available_workers", "no_healthy_workers", "no_w
 """Error codes of a request for which the gateway has no worker now."""
 UNCONNECTED_CODE = "call_upstream_connection_failed"
 """Error code of a request for which the gateway could not connect to the worker."""
+HALF_AWAY_CODE = "PD disaggregation request failed"
+"""Error code of a request whose connection to its prefill or decode worker failed. The worker may have died
+with the request, or it was down before: the gateway uses a worker that is down until its next health check.
+So the request does not count as one that was in flight at a death."""
 CUT_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
 """Prefixes of the error codes of a request whose connection from the gateway to the worker broke before the
 answer."""
@@ -114,6 +118,11 @@ GRPC_UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(OF_TOKENS, _NO_TEXTS),
 }
 """Parts of a job that gRPC workers cannot do, and why."""
+HALVES_UNSUPPORTED: Mapping[str, str] = {
+    "sampling.n": "with prefill and decode apart, SGLang does not answer a request for several completions "
+    "(0.5.23: they share one transfer of the KV cache)"
+}
+"""Parts of a job that prefill and decode workers cannot do, and why."""
 
 
 class _GatewayError(msgspec.Struct):
@@ -151,7 +160,7 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
         return None
     error = error_of(answer.status, answer.content, answer.retry_after)
     message = f"the gateway: {error}"
-    if code in NO_WORKER_CODES or code == UNCONNECTED_CODE:
+    if code in NO_WORKER_CODES or code in {UNCONNECTED_CODE, HALF_AWAY_CODE}:
         return EngineDownError(message)
     if code.startswith(LIMIT_CODES):
         return EngineBusyError(message, getattr(error, "retry_after_s", None))
@@ -377,7 +386,7 @@ class ThroughGateway(HttpEngine):
             one_by_one=peculiarity or info.one_by_one,
             only_short_share=f"{DROPS_INTERVAL}, and a bundle has an event for each token",
             prefix_rows_alone=not self._has_keys,
-            unsupported=GRPC_UNSUPPORTED if any(worker.is_grpc for worker in workers) else {},
+            unsupported=_unsupported_by(workers),
             notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),
         )
 
@@ -385,6 +394,8 @@ class ThroughGateway(HttpEngine):
         """Return a note for the user: why rows go through the gateway, and who chooses their worker."""
         if self._has_keys:
             choice = "each worker gets its rows by a routing key"
+        elif any(worker.peculiarity for worker in workers):
+            choice = "the gateway chooses the worker of each row"
         else:
             choice = (
                 "the gateway chooses the worker of each row (with --policy consistent_hashing and "
@@ -563,11 +574,7 @@ class ThroughGateway(HttpEngine):
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for all prefill and decode workers, because each row needs a worker of each type.
-
-        Rows wait at the prefill workers first. Running requests and token usage are those of the decode
-        workers.
-        """
+        """Return one load for all prefill and decode workers; see `report_of_halves`."""
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
         # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
         counts = [worker.load for worker in decoding if worker.load is not None]
@@ -575,11 +582,7 @@ class ThroughGateway(HttpEngine):
         # If the count of a worker is missing, the sum is unknown, and only the run's own rows count.
         requests_at_gateway = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(requests_at_gateway, rows_of_run)
-        report = sum_of([worker.report for worker in decoding])
-        report_of_all = sum_of([worker.report for worker in workers])
-        report.num_waiting_reqs = report_of_all.num_waiting_reqs
-        report.reported_at = report_of_all.reported_at
-        self._halves_load.observe(report, in_flight)
+        self._halves_load.observe(report_of_halves(workers), in_flight)
         return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
     def _rows_per_request(self) -> float:
@@ -712,6 +715,16 @@ class ThroughGateway(HttpEngine):
 def _rows_of(endpoint: Endpoint) -> int:
     """Return the number of this run's rows in flight at an endpoint; a bundle has several rows."""
     return sum(max(1, len(request.rids)) for request in endpoint.requests.values())
+
+
+def _unsupported_by(workers: Sequence[GatewayWorker]) -> dict[str, str]:
+    """Return the parts of a job that the workers cannot do, and why."""
+    unsupported = dict[str, str]()
+    if any(worker.is_grpc for worker in workers):
+        unsupported |= GRPC_UNSUPPORTED
+    if any(worker.worker_type == "decode" for worker in workers):
+        unsupported |= HALVES_UNSUPPORTED
+    return unsupported
 
 
 def _value_of(label: Any) -> Any:
