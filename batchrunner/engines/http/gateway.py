@@ -34,6 +34,7 @@ from batchrunner.core.errors import (
     EngineDownError,
     EngineStartError,
     RequestError,
+    RowRefusedError,
 )
 from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
@@ -59,6 +60,7 @@ from batchrunner.engines.http.server_info import (
     describe,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
+from batchrunner.input.request_bodies import fields_of
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
@@ -118,10 +120,12 @@ GRPC_UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(OF_TOKENS, _NO_TEXTS),
 }
 """Parts of a job that gRPC workers cannot do, and why."""
-HALVES_UNSUPPORTED: Mapping[str, str] = {
-    "sampling.n": "with prefill and decode apart, SGLang does not answer a request for several completions "
-    "(0.5.23: they share one transfer of the KV cache)"
-}
+ONE_COMPLETION = (
+    "with prefill and decode apart, SGLang does not answer a request for several completions (0.5.23)"
+)
+"""Reason why the gateway gets no requests with `n` above 1. All completions would use one transfer of the KV
+cache, and wait for it forever (https://github.com/sgl-project/sglang/pull/30723)."""
+HALVES_UNSUPPORTED: Mapping[str, str] = {"sampling.n": ONE_COMPLETION}
 """Parts of a job that prefill and decode workers cannot do, and why."""
 
 
@@ -328,6 +332,8 @@ class ThroughGateway(HttpEngine):
         self._next_search_at = 0.0
         """If the gateway sent a row to a wrong worker, routing keys are searched again, but not before this
         time (seconds of the monotonic clock)."""
+        self._has_halves = False
+        """Whether prefill and decode are apart."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
@@ -367,6 +373,7 @@ class ThroughGateway(HttpEngine):
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
         keys = {} if peculiarity else await self._keys_of(self._in_use)
         self._has_keys = bool(keys)
+        self._has_halves = any(worker.worker_type == "decode" for worker in workers)
         for url, key in keys.items():
             self._workers.see(url).key = key
         # Without routing keys, the gateway is the only route.
@@ -386,9 +393,18 @@ class ThroughGateway(HttpEngine):
             one_by_one=peculiarity or info.one_by_one,
             only_short_share=f"{DROPS_INTERVAL}, and a bundle has an event for each token",
             prefix_rows_alone=not self._has_keys,
-            unsupported=_unsupported_by(workers),
+            unsupported=self._unsupported(workers),
             notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),
         )
+
+    def _unsupported(self, workers: Sequence[GatewayWorker]) -> dict[str, str]:
+        """Return the parts of a job that the workers cannot do, and why."""
+        unsupported = dict[str, str]()
+        if any(worker.is_grpc for worker in workers):
+            unsupported |= GRPC_UNSUPPORTED
+        if self._has_halves:
+            unsupported |= HALVES_UNSUPPORTED
+        return unsupported
 
     def _note(self, workers: Sequence[GatewayWorker]) -> str:
         """Return a note for the user: why rows go through the gateway, and who chooses their worker."""
@@ -443,6 +459,15 @@ class ThroughGateway(HttpEngine):
         key = self._workers.see(endpoint.url).key if self._has_keys else None
         headers = {} if key is None else {self._key_header: key}
         return GatewaySender(self._row_session, URL(endpoint.address + path), headers, self._workers)
+
+    def _refuse_unsendable(self, request: Request) -> None:
+        """Raise RowRefusedError for a row of a batch file that would get no answer; see `ONE_COMPLETION`."""
+        super()._refuse_unsendable(request)
+        if self._has_halves and request.kind == "body":
+            field_n = fields_of(request.prompt.content).get("n")
+            count = None if field_n is None else msgspec.json.decode(field_n)
+            if isinstance(count, int) and count > 1:
+                raise RowRefusedError(f"n: {ONE_COMPLETION}")
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:  # noqa: ARG002
         """Return None, because a gateway does not pass on `/v1/tokenize` to its workers."""
@@ -715,16 +740,6 @@ class ThroughGateway(HttpEngine):
 def _rows_of(endpoint: Endpoint) -> int:
     """Return the number of this run's rows in flight at an endpoint; a bundle has several rows."""
     return sum(max(1, len(request.rids)) for request in endpoint.requests.values())
-
-
-def _unsupported_by(workers: Sequence[GatewayWorker]) -> dict[str, str]:
-    """Return the parts of a job that the workers cannot do, and why."""
-    unsupported = dict[str, str]()
-    if any(worker.is_grpc for worker in workers):
-        unsupported |= GRPC_UNSUPPORTED
-    if any(worker.worker_type == "decode" for worker in workers):
-        unsupported |= HALVES_UNSUPPORTED
-    return unsupported
 
 
 def _value_of(label: Any) -> Any:

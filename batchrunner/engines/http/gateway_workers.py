@@ -48,7 +48,7 @@ class _Memory(msgspec.Struct):
     weight_gb: float | None = None
 
 
-class _Queues(msgspec.Struct):
+class _QueueLengths(msgspec.Struct):
     waiting: Requests = 0
     """Number of requests that wait for a place in a batch. In a decode worker, their KV cache has arrived."""
 
@@ -63,7 +63,7 @@ class WorkerLoad(msgspec.Struct, kw_only=True):
     max_total_num_tokens: int | None = None
     max_running_requests: int | None = None
     memory: _Memory | None = None
-    queues: _Queues | None = None
+    queues: _QueueLengths | None = None
     reported_at: Any = None
     """Time of the report by the worker's clock, as text; None if the gateway does not return it."""
 

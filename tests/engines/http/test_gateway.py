@@ -18,6 +18,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import CHAT_PATH, RequestBody
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
 from batchrunner.engines.http.gateway_workers import GatewayQuestions
@@ -242,6 +243,21 @@ async def test_the_load_of_prefill_and_decode() -> None:
         (load,) = await engine.loads()
         assert info.routes == (load.route,) == (engine.url,)
         assert (load.running, load.queue, load.token_usage, load.max_running) == (25, 19, 0.1, 32)
+
+
+async def test_several_completions_of_a_row_of_a_batch_file() -> None:
+    """Prefill and decode workers never answer such a row, so that it is refused before it is sent."""
+    gateway = FakeGateway()
+    for worker, kind in zip(gateway.workers, ("prefill", "decode"), strict=True):
+        worker["worker_type"] = kind
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert "several completions" in info.unsupported["sampling.n"]
+        body = RequestBody(CHAT_PATH, b'{"messages": [], "n": 2}', "m", 0)
+        row = request(0, "")._replace(kind="body", prompt=body, sampling={})
+        with pytest.raises(RowRefusedError, match="n: with prefill and decode apart"):
+            await engine.generate(row, info.routes[0])
+        assert not gateway.sent
 
 
 async def test_a_worker_that_is_down_gets_a_key_once_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
