@@ -131,8 +131,8 @@ class Template(_ColumnCode):
         Raises JobError, whose text begins with `where`, for bad syntax or an unknown column.
         """
         super().__init__(_environment().parse, source, where=where, available=available)
-        plain = _plain_format(self._tree, self.columns)
-        self._format, self._names = plain if plain is not None else (None, ())
+        self._plain = _plain_format(self._tree, self.columns)
+        """The `%` format of a template that only prints columns, and its columns; None for any other."""
         # `render` needs these for each row, so they are looked up only once.
         self._globals = dict(self._template.globals)
         self._new_context, self._parts = self._template.new_context, self._template.root_render_func
@@ -149,14 +149,15 @@ class Template(_ColumnCode):
         return text
 
     def _plain_text(self, row: Mapping[str, Any]) -> str | None:
-        """Return the text for a row without jinja2, which takes five times as long.
+        """Return the text for a row without jinja2, which takes several times as long.
 
         Return None if the template does more than print columns, or if a value needs jinja2's checks.
         """
-        if self._format is None:
+        if self._plain is None:
             return None
-        values = (*map(row.get, self._names),)
-        return self._format % values if _PRINTED_ALIKE.issuperset(map(type, values)) else None
+        text_format, names = self._plain
+        values = (*map(row.get, names),)
+        return text_format % values if _PRINTED_ALIKE.issuperset(map(type, values)) else None
 
     def _rendered(self, row: Mapping[str, Any]) -> str:
         """Return the text that jinja2 renders for a row; raise RowRefusedError if it fails."""
@@ -328,7 +329,8 @@ class _NamingCode(_Code):
 
 def _plain_format(tree: nodes.Template, columns: Collection[str]) -> tuple[str, Sequence[str]] | None:
     """Return a `%` format and its columns for a template that only prints columns; None for any other."""
-    pieces, names = [], []
+    pieces: list[str] = []
+    names: list[str] = []
     for output in tree.body:
         for node in output.nodes if isinstance(output, nodes.Output) else [output]:
             match node:
