@@ -9,6 +9,9 @@ high-water mark (VmHWM), imports included. `--rows 100000 10000000` measures ten
 and disk the sort takes. The rows are lines of 84 characters in Parquet files (zstd), eight lines of each
 prefix in random order. A run with `order: input` and one with `order: prefix` are each stopped gently some
 time after their first row. Memory, disk and CPU time are read from outside every half second.
+
+`--start 1000000000 --files 10000` measures when the first row of a run of so many equal rows is sent, by one
+worker and with `--join`.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,17 +149,26 @@ def cpu_seconds(pid: int) -> float:
 
 def events_of(run: Path, name: str) -> list[dict[str, Any]]:
     """Return the complete events of this name in the log of a run."""
-    path = run / "events.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    logs = [*run.glob("events.jsonl"), *run.glob("tasks/*/events.jsonl")]
+    lines = logs[0].read_bytes().splitlines(keepends=True) if logs else []
     events = [json.loads(line) for line in lines if line.endswith(b"\n")]
     return [event for event in events if event["event"] == name]
 
 
-def run_for(job: Path, run: Path, seconds: float) -> dict[str, Any]:
-    """Run a job, and stop it gently so many seconds after its first row; return what it took."""
+def run_for(directory: Path, name: str, seconds: float, *options: str, **fields: Any) -> dict[str, Any]:
+    """Run the input in `directory`, and stop the run gently so many seconds after its first row.
+
+    Return the costs until the first row, and those until the stop. The run has the given name, options of the
+    command and job fields.
+    """
+    run, job = directory / name, directory / f"{name}.json"
+    source = {"path": str(directory / "input"), "columns": ["id"]}
+    job.write_text(json.dumps({
+        **job_for(directory), "input": source, "output": {"path": str(run)}, **fields,
+    }))  # fmt: skip
     began = time.time()
     with (run.parent / f"{run.name}.log").open("w+") as log:
-        words = [sys.executable, "-m", "batchrunner", str(job)]
+        words = [sys.executable, "-m", "batchrunner", str(job), *options]
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
         first_row: dict[str, Any] = {}
         at_stop: dict[str, Any] = {}
@@ -174,7 +187,7 @@ def run_for(job: Path, run: Path, seconds: float) -> dict[str, Any]:
                 print(f"{run.name}: first row: {first_row}", flush=True)
             if first_row and time.time() - began > first_row["s"] + seconds:
                 at_stop = {"cpu_s": round(cpu_seconds(process.pid), 1), "peak_mb": peak_mb(process.pid)}
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)
                 process.wait()
         log.seek(0)
         text = log.read()
@@ -205,12 +218,7 @@ def measure_sort(directory: Path, rows: int, files: int, seconds: float) -> dict
     print(f"input: {wall_s:.0f} s, {time.process_time() - cpu_s:.0f} s of CPU", flush=True)
     measured: dict[str, Any] = {"input_mb": disk_mb(directory / "input")}
     for order in ("input", "prefix"):
-        run = directory / f"run-{order}"
-        job = job_for(directory) | {"order": order, "output": {"path": str(run)}}
-        job["input"] = {"path": str(directory / "input"), "columns": ["id"]}
-        path = directory / f"{order}.json"
-        path.write_text(json.dumps(job))
-        measured[order] = run_for(path, run, seconds)
+        measured[order] = run_for(directory, f"run-{order}", seconds, order=order)
         print(f"{order}: {measured[order]}", flush=True)
     return measured
 
@@ -228,19 +236,54 @@ def save_sort(rows: int, files: int, measured: dict[str, Any]) -> None:
     save("sort", line, figures, ("batchrunner", "pyarrow", "duckdb", "numpy"), module="large_runs")
 
 
+def write_equal_rows(directory: Path, rows: int, files: int) -> None:
+    """Write a file of equal rows, and copies of it."""
+    directory.mkdir()
+    first = directory / "000000.parquet"
+    file_rows = rows // files
+    table = pa.table({"id": np.zeros(file_rows, np.int64), "text": ["the same text"] * file_rows})
+    pq.write_table(table, first, compression="zstd")
+    for file in range(1, files):
+        shutil.copyfile(first, directory / f"{file:06d}.parquet")
+
+
+def measure_start(directory: Path, rows: int, files: int, seconds: float) -> dict[str, Any]:
+    """Measure when a run of many files sends its first row, alone and with `--join`."""
+    write_equal_rows(directory / "input", rows, files)
+    options: dict[str, list[str]] = {"alone": [], "join": ["--join"]}
+    return {
+        name: run_for(directory, f"run-{name}", seconds, *words, order="input")
+        for name, words in options.items()
+    }
+
+
+def save_start(rows: int, files: int, measured: dict[str, Any]) -> None:
+    """Save what a start costs."""
+    costs = []
+    for name, figures in measured.items():
+        first = figures["first_row"]
+        costs.append(f"{name} {first['s']} s ({first['cpu_s']} s of CPU), {first['peak_mb']:.0f} MB")
+    line = f"start: {rows:,} rows in {files:,} files, first row after: {'; '.join(costs)}"
+    packages = ("batchrunner", "pyarrow", "duckdb", "numpy")
+    save("start", line, {"rows": rows, "files": files, **measured}, packages, module="large_runs")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs=2, default=[100_000, 1_000_000], metavar=("FEW", "MANY"))
     parser.add_argument("--command", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--sort", type=int, metavar="ROWS", help="measure only the sort of so many rows")
-    parser.add_argument("--files", type=int, default=200, help="number of files of the rows that are sorted")
+    parser.add_argument("--start", type=int, metavar="ROWS", help="measure only the start of so many rows")
+    parser.add_argument("--files", type=int, default=200, help="number of files with --sort or --start")
     parser.add_argument("--seconds", type=float, default=120, help="seconds from the first row to the stop")
-    parser.add_argument("--directory", help="where the sorted rows are written")
+    parser.add_argument("--directory", help="where --sort and --start write their files")
     args = parser.parse_args()
-    if args.sort:
-        with tempfile.TemporaryDirectory(prefix="bench-sort-", dir=args.directory) as scratch:
-            measured = measure_sort(Path(scratch), args.sort, args.files, args.seconds)
-        save_sort(args.sort, args.files, measured)
+    if args.sort or args.start:
+        measure_runs = measure_sort if args.sort else measure_start
+        with tempfile.TemporaryDirectory(prefix="bench-large-", dir=args.directory) as scratch:
+            measured = measure_runs(Path(scratch), args.sort or args.start, args.files, args.seconds)
+        save_runs = save_sort if args.sort else save_start
+        save_runs(args.sort or args.start, args.files, measured)
         return
     if args.command:
         print(json.dumps(timed(args.command)))
