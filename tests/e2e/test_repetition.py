@@ -144,6 +144,16 @@ def test_prose_is_stopped_by_default(tmp_path: Path, server: FakeSGLang) -> None
     assert "1 stopped because they repeated themselves" in batchrun("status", tmp_path / "run").stdout
 
 
+def test_a_text_that_repeats_itself_is_translated_whole(tmp_path: Path, server: FakeSGLang) -> None:
+    """By default, an answer may repeat other words than a prompt that repeats itself."""
+    prompt = {"text": "{{ text }} Traduis : " + "Merci d'avoir suivi cette vidéo. " * 40}
+    server.script = lambda _: Growing(GROWING, ends=True)
+    job = watching_job(tmp_path, server, prompt=prompt, on_repetition="auto")
+    assert batchrunner.run(job).exit_code == 0
+    assert {row["output"] for row in results_of(job)} == {GROWING[-1]}
+    assert server.aborted == []
+
+
 def test_an_answer_stopped_by_default_is_not_whole(tmp_path: Path, server: FakeSGLang) -> None:
     """A job that rejects truncated answers also rejects those that would have been truncated."""
     server.script = loops_in(1)
