@@ -37,8 +37,8 @@ LEAST_MENTIONED = 0.75
 """Share of a period that a prompt must contain to mention the period. A prompt may quote the period without
 its line break, or with another first token."""
 LEAST_LETTERS = 0.6
-"""Minimum share of letters, their marks and spaces in prose. Lists of ingredients and other short lines have 0.7, rows of
-numbers far less."""
+"""Minimum share of letters, their marks and spaces in prose. Lists of ingredients and other short lines have
+0.7, rows of numbers far less."""
 _SENTENCE = re.compile(r"(?:\b[a-z']+,? ){8}")
 """Matches eight plain words in a row. In texts that were measured, lines of a log that recur without a change
 have at most five."""

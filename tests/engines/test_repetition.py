@@ -102,7 +102,7 @@ def test_a_repetition_that_the_prompt_has() -> None:
 
 
 def test_a_prompt_that_repeats_itself() -> None:
-    """A text with a repetition is found wherever it is, as characters or as token ids; rules are too short."""
+    """A repetition is found wherever it is, as characters or as token ids; rules are too short."""
     question = f"Translate: {SENTENCES}"
     for period in (4, 100, 1500):
         prompt = question + SENTENCES[:period] * (8000 // period) + "\nThe end."

@@ -290,8 +290,8 @@ def stopped_at_repetition(event: Event, request: Request) -> Event | None:
 
     Return None for an answer that does not repeat itself, or whose repetition is also in the prompt. By
     default (`prose`), return None as well for data or code, for a prompt that contains one period of it, and
-    for a prompt that repeats itself, for example a text to translate. If the job asks for token ids or probabilities, the text stays whole, because they belong to the whole
-    text.
+    for a prompt that repeats itself, for example a text to translate. If the job asks for token ids or
+    probabilities, the text stays whole, because they belong to the whole text.
     """
     from batchrunner.engines import repetition as repetitions  # noqa: PLC0415 - few need it
 
