@@ -84,6 +84,7 @@ class ServerStatus:
         options = {"timeout": aiohttp.ClientTimeout(total=timeout_s), **self._options, **content}
         try:
             async with self._session.request(method, self.url + path, **options) as response:
+                _check_redirects(response)
                 body = bytearray()
                 async for part in response.content.iter_any():
                     body += part
@@ -125,6 +126,17 @@ class ServerStatus:
         except NOT_REACHED:
             return False
         return True
+
+
+def _check_redirects(response: aiohttp.ClientResponse) -> None:
+    """Raise ClientPayloadError if a redirect is why the API key was refused.
+
+    aiohttp follows redirects, but sends the API key to the first address only.
+    """
+    if response.history and response.status in KEY_REFUSED:
+        raise aiohttp.ClientPayloadError(
+            f"it redirects to {response.url.origin()}, which does not get the API key: give that address"
+        )
 
 
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]

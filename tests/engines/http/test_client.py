@@ -15,6 +15,7 @@ from yarl import URL
 
 from batchrunner.core.errors import (
     BundleRefusedError,
+    EngineAwayError,
     EngineDownError,
 )
 from batchrunner.core.timing import TIMING
@@ -164,6 +165,24 @@ class HangingNow(HangDetector):
 
     def poll(self, *_: Any, **__: Any) -> Hang:
         return Hang(90.0, "did nothing for 90 s")
+
+
+async def test_a_redirect_to_a_server_with_a_key() -> None:
+    """The API key is not sent on, so the reason is the redirect and not the key."""
+    with FakeSGLang(api_key="key") as server:
+
+        async def redirect(request: web.BaseRequest) -> web.Response:
+            return web.Response(status=308, headers={"Location": server.url + request.path})
+
+        async with serving(redirect) as address:
+            engine = AttachedServers([str(address)], api_key="key", limits=LimitsSpec())
+            try:
+                with pytest.raises(
+                    EngineAwayError, match=f"it redirects to {server.url}, which does not get"
+                ):
+                    await engine.open()
+            finally:
+                await engine.close()
 
 
 @pytest.mark.parametrize("route", ["auto", "workers"])
