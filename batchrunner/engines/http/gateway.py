@@ -97,8 +97,8 @@ UNCONNECTED_CODE = "call_upstream_connection_failed"
 """Error code of a request for which the gateway could not connect to the worker."""
 HALF_AWAY_CODE = "PD disaggregation request failed"
 """Error code of a request whose connection to its prefill or decode worker failed. The worker may have died
-with the request, or it was down before: the gateway uses a worker that is down until its next health check.
-So the request does not count as one that was in flight at a death."""
+with the request, or it was down before: the gateway uses a worker until three health checks have failed. So
+the request does not count as one that was in flight at a death."""
 CUT_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
 """Prefixes of the error codes of a request whose connection from the gateway to the worker broke before the
 answer."""
