@@ -12,10 +12,12 @@ from batchrunner.core.errors import (
     AttemptFailedError,
     EngineBusyError,
     EngineDiedError,
+    EngineDownError,
     EngineLostError,
     PreemptedError,
     RequestError,
     RowRefusedError,
+    UnreachedError,
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Outcome, Request
@@ -224,6 +226,18 @@ async def test_a_busy_server_is_asked_again() -> None:
     await run.send(10)
     assert run.errors() == {}
     assert all(2 < outcome.attempts <= 8 for outcome in run.outcomes.values())  # controls come beside them
+
+
+@pytest.mark.parametrize(("error", "is_blamed"), [(UnreachedError, False), (EngineDownError, True)])
+async def test_a_worker_that_a_gateway_cannot_reach(error: type[EngineDownError], is_blamed: bool) -> None:
+    """A gateway that takes its workers in turn may send the same row to it each time, and no other."""
+
+    def is_in_turn(row: int, times: int) -> RequestError | None:
+        return error("no connection to the worker") if row == 3 and times < 40 else None
+
+    run = Run({"a": is_in_turn}, max_attempts=2)
+    await run.send(200)
+    assert [*run.errors()] == [3] * is_blamed
 
 
 async def test_rows_that_were_returned_do_not_count_the_attempt() -> None:

@@ -502,7 +502,7 @@ def test_the_decode_worker_goes_and_comes_back(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("quick_retries")
 def test_one_of_two_decode_workers_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway sends every other row to it. The last row is not blamed, although controls are answered."""
+    """The gateway sends every other row to it in vain: they are sent again, and none ends with an error."""
     with FakeSGLang() as prefill, FakeSGLang() as decode:
         down = FakeSGLang()
         down.__enter__()
