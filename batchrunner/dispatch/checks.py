@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -430,8 +431,11 @@ the same answer."""
 
 def _is_padded(request: Request, text: str, reason: str | None) -> bool:
     """Tell whether a JSON answer was truncated or stopped while the model padded it with blanks."""
-    is_stopped = reason == "stop" and BLANKS in (request.sampling.get("stop_regex") or ())
-    return is_stopped or (reason == CUT and len(text) - len(text.rstrip()) >= MOST_BLANKS)
+    if reason == CUT:
+        return len(text) - len(text.rstrip()) >= MOST_BLANKS
+    # SGLang keeps the text that a `stop_regex` matched. The last token may have a few characters more.
+    stops_at_blanks = reason == "stop" and BLANKS in (request.sampling.get("stop_regex") or ())
+    return stops_at_blanks and re.search(BLANKS, text[-2 * MOST_BLANKS :]) is not None
 
 
 def _ending_padding(request: Request) -> Request:

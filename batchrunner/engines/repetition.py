@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
+from unicodedata import category
 
 LEAST_CHARACTERS = 2048
 """Minimum number of characters in the periodic end of a text: about 500 tokens of English."""
@@ -29,18 +30,21 @@ occurs only once."""
 LEAST_IN_PROMPT = 64
 """Minimum length of a repetition in a prompt, in characters or token ids. Shorter repetitions, such as rules
 and indentation, are common in prompts."""
+PROMPT_WINDOWS = {str: (512, 4096), list: (128, 1024)}
+"""Sizes of the windows in which a repetition is searched for in a prompt: characters of a text, or token
+ids."""
 LEAST_MENTIONED = 0.75
 """Share of a period that a prompt must contain to mention the period. A prompt may quote the period without
 its line break, or with another first token."""
 LEAST_LETTERS = 0.6
-"""Minimum share of letters and spaces in prose. Lists of ingredients and other short lines have 0.7, rows of
-numbers far less."""
+"""Minimum share of letters, their marks and spaces in prose. Lists of ingredients and other short lines have
+0.7, rows of numbers far less."""
 _SENTENCE = re.compile(r"(?:\b[a-z']+,? ){8}")
 """Matches eight plain words in a row. In texts that were measured, lines of a log that recur without a change
 have at most five."""
-_SEPARATE_WORDS = re.compile(r" |[^\x00-\u2e7f]")
-"""Matches a space, or a character of a script that needs no spaces. Base64, DNA and a column of a table have
-neither."""
+_SEPARATE_WORDS = re.compile(r" |[\u0e00-\u109f\u1780-\u17ff]|[^\x00-\u2e7f]")
+"""Matches a space, or a character of a script that needs no spaces: Thai, Lao, Tibetan, Burmese, Khmer,
+Chinese, Japanese. Base64, DNA and a column of a table have neither."""
 _MARKS_OF_DATA = re.compile(r"""[{}\[\]<>=|+_\\"\t]|\w\(|[.,;:][^\s.')*\u2019\u201d]|(?<![.!?:])  (?!\n)""")
 """Matches the marks of code, tables and logs: brackets, quotes, operators, a call, columns that are aligned
 by spaces, or a punctuation mark without a space after it, as in `a.b`, in CSV and in times of day."""
@@ -89,7 +93,8 @@ def is_prose(period: str) -> bool:
     two_periods = period * 2
     if _SENTENCE.search(two_periods) is not None:
         return True
-    letters = sum(map(str.isalpha, period)) + period.count(" ")
+    # In many scripts of South and South-East Asia, a third of the characters are marks, such as vowel signs.
+    letters = sum(character == " " or category(character)[0] in "LM" for character in period)
     return (
         letters >= LEAST_LETTERS * len(period)
         and _SEPARATE_WORDS.search(period) is not None
@@ -139,6 +144,22 @@ def is_mentioned(prompt: str | Sequence[int], output: str | Sequence[int]) -> bo
     # quarter of that period. So for a long period, a part for each sixteenth of it is enough.
     starts = range(0, period, max(1, period // 16))
     return any(two_periods[start : start + length] in prompt_text for start in starts)
+
+
+def repeats_itself(prompt: str | Sequence[int]) -> bool:
+    """Tell whether a part of a prompt is periodic: at least one window, with two periods or more.
+
+    An answer may have to repeat such a part in other words, as in a translation.
+    """
+    text = _as_text(prompt)
+    for size in PROMPT_WINDOWS[str if isinstance(prompt, str) else list]:
+        half = size // 2
+        for start in range(0, len(text) - size + 1, size):
+            window = text[start : start + size]
+            # The second half of a periodic window also occurs one period earlier.
+            if window.find(window[half:]) < half:
+                return True
+    return False
 
 
 def _as_text(sequence: str | Sequence[int]) -> str:

@@ -338,6 +338,12 @@ class Job(Spec):
         asks_prompt_logprobs = "prompt_logprobs" in self.output.asked
         needs_chat = accept.feedback or sampling.tool_choice is not None or asks_tool_calls
 
+        thinking, most = sampling.max_thinking_tokens, sampling.max_new_tokens
+        if isinstance(thinking, int) and isinstance(most, int) and thinking >= most:
+            yield (
+                f"sampling: max_thinking_tokens ({thinking}) leaves no room for an answer in max_new_tokens "
+                f"({most}), which also counts the thinking: raise max_new_tokens"
+            )
         if prompt.truncate is not None and self.tokenize == "server":
             yield "prompt.truncate needs prompts that batchrunner tokenizes: leave out `tokenize: server`"
         if self.tokenize == "client" and (has_tools or prompt.media):

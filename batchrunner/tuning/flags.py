@@ -471,31 +471,48 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     most_in_both = 1 / (share_for_states + share_for_tokens)
     # The state pool gets at most the fraction MOST_STATES of the memory.
     most_with_states = MOST_STATES / share_for_states
-    return int(min(most_in_both, most_with_states, MOST_RUNNING)) * per_request
+    requests = int(min(most_in_both, most_with_states, MOST_RUNNING))
+    allowed = _allowed_running(server)
+    # If the flag allows clearly more requests than run now, the pool grows only as far as the flag allows.
+    # If not, `state_args` raises the flag together with the pool.
+    if allowed is not None and allowed >= LARGER_POOL * pool.most_running:
+        requests = min(requests, allowed)
+    return requests * per_request
+
+
+def _allowed_running(server: Server) -> int | None:
+    """Return how many requests `--max-running-requests` allows a scheduler; None if the flag is not set."""
+    total = server.facts.number("max_running_requests")
+    return int(total // server.facts.attn_dp) if total else None
 
 
 def state_args(
     server: Server, per_request: int, size: float = 1.0, *, without_cache: bool = False
 ) -> dict[str, Any]:
-    """Return the flag that sets the state pool to `state_slots`; empty if too little is known.
+    """Return the flags that set the state pool to `state_slots`; empty if too little is known.
 
-    The flag is `--max-mamba-cache-size` if the server's arguments set the number of slots, else
+    The pool's flag is `--max-mamba-cache-size` if the server's arguments set the number of slots, else
     `--mamba-full-memory-ratio`. `without_cache` says that the same change switches the prefix cache off.
-    SGLang then takes the number of slots from `--max-running-requests` too.
+    SGLang then takes the number of slots from `--max-running-requests` too. If that flag is set, and allows
+    fewer requests than the larger pool holds, it is raised too.
     """
     slots, pool = state_slots(server, per_request, size), server.facts.states
     if not slots or pool is None:
         return {}
-    sets_running = without_cache and server.facts.number("max_running_requests")
-    if server.facts.sizes_states or sets_running:
-        return {"max-mamba-cache-size": int(as_flag(server.facts, "max-mamba-cache-size", slots))}
+    requests, allowed = slots // per_request, _allowed_running(server)
+    args = dict[str, Any]()
+    if allowed is not None and requests > max(allowed, pool.most_running):
+        args["max-running-requests"] = int(as_flag(server.facts, "max-running-requests", requests))
+    if server.facts.sizes_states or (without_cache and allowed is not None):
+        size_flag = "max-mamba-cache-size"
+        return {size_flag: int(as_flag(server.facts, size_flag, slots)), **args}
     # Share of both pools' memory that the state pool takes now, and will take. It grows with the number of
     # slots and with the size of a state. One slot more is counted, so that rounding leaves at least `slots`.
     present_share = server.facts.state_share or 0.0
     new_share = (slots + 1) * size * present_share / pool.slots
     # The flag is the memory of the state pool, divided by that of the KV pool.
     ratio = new_share / (1 - new_share)
-    return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100}
+    return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100, **args}
 
 
 def _state_pool(flag: str, *, grows: bool) -> NextValues:
@@ -537,9 +554,12 @@ def _lazy_states(server: Server) -> list[str]:
 
     Like the present strategy, it caches prefixes, and lets SGLang prepare a pass while the previous one runs.
     """
-    strategy, pool = server.facts.arguments.get(STATE_STRATEGY.replace("-", "_")), server.facts.states
+    arguments, pool = server.facts.arguments, server.facts.states
+    strategy = arguments.get(STATE_STRATEGY.replace("-", "_"))
     saves_slots = pool is not None and strategy == "extra_buffer" and pool.per_request > LAZY_SLOTS
-    return ["extra_buffer_lazy"] if saves_slots and not _cache_off(server) else []
+    # A server that only prefills or only decodes refuses the strategy (mamba_hook.py).
+    is_half = arguments.get("disaggregation_mode") not in {None, "null"}
+    return ["extra_buffer_lazy"] if saves_slots and not is_half and not _cache_off(server) else []
 
 
 def _cache_off(server: Server) -> list[bool]:
@@ -574,13 +594,17 @@ def companions_of(name: str, value: Any, server: Server) -> dict[str, Any]:
     """Return the other flags that must change if the flag `name` changes.
 
     With n-gram speculation (NGRAM), these flags limit the running requests and set the budget for a corpus.
-    If a flag changes the size or number of a hybrid model's states, the size of the state pool follows.
+    If a flag changes the size or number of a hybrid model's states, the size of the state pool follows. If
+    the state pool grows, `--max-running-requests` may have to follow.
     """
     if name == NGRAM:
         return _with_ngrams(server)
     pool = server.facts.states
     if pool is None:
         return {}
+    if name in {"mamba-full-memory-ratio", "max-mamba-cache-size"}:
+        args = state_args(server, pool.per_request)
+        return {flag: setting for flag, setting in args.items() if flag == "max-running-requests"}
     if name not in {"disable-radix-cache", STATE_STRATEGY, "mamba-ssm-dtype"}:
         return {}
     per_request = slots_after({name: value}, pool.per_request)

@@ -206,13 +206,17 @@ def states_full(situation: Situation, flags: Flags) -> Finding | None:
     pool, pool_size, would_run = situation.facts.states, "", 0
     if pool is None:
         remedies.append("a larger --mamba-full-memory-ratio or --max-mamba-cache-size")
-    else:
+    elif not args and situation.facts.states_follow_running:
+        remedies.append("a larger --max-running-requests, which also sets the number of states")
+    if pool is not None:
         pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
         if args:
             # Flag tuning predicts the gain from the number of requests that would run after the change.
             slots_per_request = slots_after(args, pool.per_request)
             would_run = state_slots(situation.server, slots_per_request) // slots_per_request
-    if FLAGS["mamba-ssm-dtype"].values("states", situation.server):
+    # A pool whose number of slots is set by an argument holds no more requests with smaller states.
+    has_wide_states = bool(FLAGS["mamba-ssm-dtype"].values("states", situation.server))
+    if has_wide_states and not situation.facts.sizes_states:
         remedies.append("--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little")
     return Finding(
         f"{situation.load.median('running'):.0f} requests run, others wait, and token usage is "

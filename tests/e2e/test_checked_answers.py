@@ -298,7 +298,7 @@ def test_a_cut_answer_is_asked_for_with_more_tokens(
 def test_json_that_is_padded_with_blanks_is_not_lengthened(tmp_path: Path, server: FakeSGLang) -> None:
     """It is counted as such, no more of the same is asked for, and a further try ends where it is padded."""
     padded = '{"kind":' + " \n" * 40
-    texts = [(padded, "length"), ('{"kind":', "stop"), (json.dumps(GOOD), "stop")]
+    texts = [(padded, "length"), ('{"kind":' + " " * 66, "stop"), (json.dumps(GOOD), "stop")]
     server.script = lambda sent: says(sent, *texts[sent.tries - 1])
     job = schema_job(
         tmp_path, server, on_length="longer", accept={"tries": 3}, sampling={"max_new_tokens": 50}
@@ -327,6 +327,18 @@ def test_rows_after_a_padded_answer_end_where_they_are_padded(tmp_path: Path, se
     assert batchrunner.run(job).rows_ok == 2
     stops = [sampling_of(sent)["stop_regex"] for sent in server.sent]
     assert stops == ["x", ["x", r"\s{64}"], ["x", r"\s{64}"]]
+
+
+def test_bad_json_after_a_padded_answer_is_told_as_such(tmp_path: Path, server: FakeSGLang) -> None:
+    """An answer that the model ended itself was not padded, though its request has the `stop_regex`."""
+    server.script = lambda sent: (
+        says(sent, "{" + " " * 64, "length") if len(server.sent) == 1 else says(sent, "{}")
+    )
+    job = schema_job(tmp_path, server, rows=2, window=1)
+    assert batchrunner.run(job).rows_failed == 2
+    padded, wrong = sorted((row["error"] for row in results_of(job)), reverse=True)
+    assert padded.startswith("the answer was padded with blanks: ")
+    assert wrong.startswith("the answer does not satisfy its schema: ")
 
 
 def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: FakeSGLang) -> None:

@@ -57,18 +57,21 @@ def test_a_loop_is_stopped(tmp_path: Path, server: FakeSGLang) -> None:
 
 
 def test_a_loop_in_a_bundle_is_stopped_alone(tmp_path: Path, server: FakeSGLang) -> None:
-    """The other rows of its request are answered, and nothing is sent twice."""
-    server.script = lambda sent: Growing(GROWING) if sent.row == 3 else Growing(("fine",), ends=True)
-    pq.write_table(pa.table({"ids": [[row, 7] for row in range(8)]}), tmp_path / "input.parquet")
-    job = watching_job(tmp_path, server, prompt={"input_ids": "ids"}, window=8, bundle=8)
+    """The other rows of its request are answered, and nothing is sent twice.
+
+    SGLang aborts every request whose id begins with the id to abort.
+    """
+    server.script = lambda sent: Growing(GROWING) if sent.row == 1 else Growing(("fine",), ends=True)
+    pq.write_table(pa.table({"ids": [[row, 7] for row in range(16)]}), tmp_path / "input.parquet")
+    job = watching_job(tmp_path, server, prompt={"input_ids": "ids"}, window=16, bundle=16)
     report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_ok) == (0, 8)
-    assert report.bundles["most_rows"] == 8
+    assert (report.exit_code, report.rows_ok) == (0, 16)
+    assert report.bundles["most_rows"] == 16
     by_output = [row["output"].strip() for row in results_of(job)]
-    assert sorted(by_output) == sorted([KEPT, *["fine"] * 7])
+    assert sorted(by_output) == sorted([KEPT, *["fine"] * 15])
     (aborted,) = server.aborted
-    assert aborted.rpartition("_")[2].isdigit()
-    assert len(server.sent) == 8
+    assert [sent.row for sent in server.sent if sent.body["rid"].startswith(aborted)] == [1]
+    assert len(server.sent) == 16
 
 
 def test_a_loop_is_asked_again(tmp_path: Path, server: FakeSGLang) -> None:
@@ -139,6 +142,16 @@ def test_prose_is_stopped_by_default(tmp_path: Path, server: FakeSGLang) -> None
     assert results_of(job)[1]["output"].strip() == KEPT
     assert "on_repetition: keep lets them go on" in outcome.stderr
     assert "1 stopped because they repeated themselves" in batchrun("status", tmp_path / "run").stdout
+
+
+def test_a_text_that_repeats_itself_is_translated_whole(tmp_path: Path, server: FakeSGLang) -> None:
+    """By default, an answer may repeat other words than a prompt that repeats itself."""
+    prompt = {"text": "{{ text }} Traduis : " + "Merci d'avoir suivi cette vidéo. " * 40}
+    server.script = lambda _: Growing(GROWING, ends=True)
+    job = watching_job(tmp_path, server, prompt=prompt, on_repetition="auto")
+    assert batchrunner.run(job).exit_code == 0
+    assert {row["output"] for row in results_of(job)} == {GROWING[-1]}
+    assert server.aborted == []
 
 
 def test_an_answer_stopped_by_default_is_not_whole(tmp_path: Path, server: FakeSGLang) -> None:

@@ -156,6 +156,15 @@ def test_a_budget_in_a_batch_file(tmp_path: Path, server: FakeSGLang) -> None:
     assert "max_thinking_tokens: the server runs without --reasoning-parser" in str(report.failures)
 
 
+def test_a_budget_without_room_for_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
+    """The default of max_new_tokens is often smaller than a budget, so that every answer would be cut."""
+    job = thinking_job(tmp_path, server, sampling={"max_new_tokens": 4000, "max_thinking_tokens": 4000})
+    outcome = batchrun(write_job(job, tmp_path))
+    assert outcome.exit_code == 2
+    assert "max_thinking_tokens (4000) leaves no room for an answer in max_new_tokens (4000)" in outcome.stderr
+    assert server.sent == []
+
+
 PROGRAM = """
 async def rollout(row, generate):
     answer = await generate([{"role": "user", "content": row["text"]}], max_thinking_tokens=30)

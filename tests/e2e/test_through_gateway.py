@@ -1,5 +1,6 @@
 """Rows that go through a real Model Gateway, `smg`, whose workers are stand-ins for SGLang."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import AnotherModelError
 from batchrunner.core.timing import TIMING
+from batchrunner.job.call import job_of_batch
 from tests.conftest import (
     eventually,
     job_of,
@@ -99,6 +101,25 @@ def test_no_answer_is_watched(tmp_path: Path, workers: Workers, on_repetition: s
     is_told = "go on to max_new_tokens: the gateway drops stream_interval" in outcome.stderr
     assert is_told == (on_repetition == "stop")
     assert not any("stream" in sent.body for server in servers for sent in server.sent)
+
+
+@pytest.mark.parametrize("workers", ["unkeyed"], indirect=True)
+def test_a_thinking_budget_that_workers_would_ignore(tmp_path: Path, workers: Workers) -> None:
+    """A request of a batch file that has one fails with the reason, and is not sent."""
+    gateway, *servers = workers
+    lines = [
+        {"custom_id": f"r{row}", "method": "POST", "url": "/v1/chat/completions", "body": {
+            "model": "fake/model", "messages": [{"role": "user", "content": f"row {row}"}], **more}}
+        for row, more in enumerate(({"reasoning": {"max_tokens": 50}}, {}))
+    ]  # fmt: skip
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    base = write_job({"engine": through(gateway)}, tmp_path)
+    job = job_of_batch(str(path), str(tmp_path / "run"), engine=[str(base)], overrides=[])
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed) == (1, 1)
+    assert "max_thinking_tokens: the server runs without --reasoning-parser" in str(report.failures)
+    assert [prompt for server in servers for prompt in rows_at(server)] == ["row 1"]
 
 
 @pytest.mark.usefixtures("full_requests")

@@ -18,6 +18,7 @@ from batchrunner.engines.repetition import (
     is_mentioned,
     is_prose,
     repeats_in_prompt,
+    repeats_itself,
 )
 
 REF = RowRef(0, pa.RecordBatch.from_pydict({"a": [1]}), 0)
@@ -100,6 +101,19 @@ def test_a_repetition_that_the_prompt_has() -> None:
     assert not repeats_in_prompt("anything", "")
 
 
+def test_a_prompt_that_repeats_itself() -> None:
+    """A repetition is found wherever it is, as characters or as token ids; rules are too short."""
+    question = f"Translate: {SENTENCES}"
+    for period in (4, 100, 1500):
+        prompt = question + SENTENCES[:period] * (8000 // period) + "\nThe end."
+        assert repeats_itself(prompt)
+        assert repeats_itself([ord(character) for character in prompt[::4]])
+    assert not repeats_itself(question)
+    assert not repeats_itself([ord(character) for character in question])
+    assert not repeats_itself("Title\n" + "=" * 110 + "\n" + question + "-" * 110)
+    assert not repeats_itself("")
+
+
 @pytest.mark.parametrize(
     "period",
     [
@@ -108,6 +122,9 @@ def test_a_repetition_that_the_prompt_has() -> None:
         "He said: \u201cNo.\u201d She left.\n",
         " #goodmorning #happyday",
         "今天天气很好",
+        "நான் இன்று சந்தைக்குச் செல்கிறேன். ",
+        "ယနေ့ ကျွန်ုပ်တို့ ဈေးသို့ သွားမည်။ ",
+        "ថ្ងៃនេះយើងទៅផ្សារ",
         "The door was closed and the light was off. ",
         "\n\nThis is not right, so we have to look for another root: $x = 3$.  So {4} is the sum.",
     ],

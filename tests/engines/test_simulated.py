@@ -157,10 +157,18 @@ def test_thinking_obeys_its_budget(tmp_path: Path) -> None:
     assert report.rows_thinking_cut == sum(count == 40 for count in words) > 0
 
 
-def test_thinking_may_take_the_whole_limit() -> None:
+def test_thinking_may_take_the_whole_limit(tmp_path: Path) -> None:
     """An answer whose thinking reaches max_new_tokens has no text, and its limit cuts it."""
-    sampling = {"max_new_tokens": 3, "max_thinking_tokens": 8}
-    for row in rows_of(["a", "b"], sampling=sampling, answers=["reasoning"]):
+    write_rows(tmp_path / "input.parquet", 2, budget=[8, 8])
+    job = {
+        "input": {"path": str(tmp_path / "input.parquet")},
+        "prompt": {"text": "text"},
+        "sampling": {"max_new_tokens": 3, "max_thinking_tokens": {"column": "budget"}},
+        "output": {"path": str(tmp_path / "run"), "columns": ["reasoning"]},
+        "engine": INSTANT,
+    }
+    assert batchrunner.run(job).rows_ok == 2
+    for row in results_of(job):
         assert (row["output"], row["completion_tokens"], row["finish_reason"]) == ("", 3, "length")
         assert len(row["reasoning"].split()) == 1 + 3
 

@@ -129,9 +129,11 @@ def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     prompts, sampling, lora = body["input_ids"], body["sampling_params"], body.get("lora_path")
     samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     loras = lora if isinstance(lora, list) else [lora] * len(prompts)
+    rid = body["rid"]
+    rids = rid if isinstance(rid, list) else [f"{rid}_{index}" for index in range(len(prompts))]
     rows = []
-    for index, (prompt, own, path) in enumerate(zip(prompts, samplings, loras, strict=True)):
-        row = {"input_ids": prompt, "sampling_params": own, "rid": f"{body['rid']}_{index}"}
+    for name, prompt, own, path in zip(rids, prompts, samplings, loras, strict=True):
+        row = {"input_ids": prompt, "sampling_params": own, "rid": name}
         row |= {name: body[name] for name in ASKED if name in body}
         rows.append(row if path is None else {**row, "lora_path": path})
     return rows

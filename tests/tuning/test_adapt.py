@@ -60,6 +60,24 @@ def test_a_full_state_pool_is_widened_at_once(strategy: str, shared: float, best
     assert expected >= EXPECTED * math.log2(widened)
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"disable-radix-cache": True, "max-running-requests": 16},
+        {"mamba-radix-cache-strategy": "no_buffer", "max-running-requests": 16},
+    ],
+)
+def test_a_limit_of_running_requests_rises_with_the_state_pool(args: Args) -> None:
+    """A larger state pool alone would be a restart for nothing, because the limit would still hold."""
+    lab = Lab(ROWS, max_running=2048, cost=FAST_GPU, hybrid=Hybrid())
+    situation, before = live(lab, args, shared=0.3)
+    (step, _), *_ = steps_for(situation, {}, lambda _: True)
+    _, after = live(lab, {**args, **step.args}, shared=0.3)
+    assert after > 1.15 * before
+    # If the job sets the limit, the pool is not changed either.
+    assert steps_for(situation, {}, lambda name: name != "max-running-requests") == []
+
+
 def test_states_that_the_job_divides_stay() -> None:
     """A flag that the job sets is not changed, nor any flag that needs it to change too."""
     lab = Lab(ROWS, max_running=2048, cost=FAST_GPU, hybrid=Hybrid())

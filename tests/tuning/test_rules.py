@@ -48,11 +48,11 @@ POOLS = (
 )
 
 
-def hybrid(*, before_ready: Sequence[str] = (STATES_CAP,), **arguments: Any) -> LogWriter:
+def hybrid(*, before_ready: Sequence[str] = (STATES_CAP,), most: int = 98, **arguments: Any) -> LogWriter:
     """Begin the log of a hybrid model whose state pool caps the running requests."""
     unset = dict.fromkeys(("max_mamba_cache_size", "mamba_full_memory_ratio", "mamba_ssm_dtype"))
     strategy = {"disable_radix_cache": False, "mamba_radix_cache_strategy": "extra_buffer"}
-    return LogWriter().started(most=98, before_ready=before_ready, **{**unset, **strategy, **arguments})
+    return LogWriter().started(most=most, before_ready=before_ready, **{**unset, **strategy, **arguments})
 
 
 FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
@@ -144,6 +144,35 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "at the cap of a state pool of a size that is not known": (
         LogWriter().started(most=98, before_ready=(STATES_CAP,)).decode(30, r=98, u=0.3),
         {"states-full": "--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little"},
+    ),
+    "at the cap of a state pool, just below --max-running-requests": (
+        hybrid(max_running_requests=100).decode(30, r=98, u=0.3).prefill(60, hit=2000),
+        {"states-full": "--mamba-radix-cache-strategy extra_buffer_lazy --mamba-full-memory-ratio 2.14 "
+         "--max-running-requests 176, or --mamba-ssm-dtype bfloat16, which halves a state and changes "
+         "answers a little",
+         "shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
+    ),
+    "at the cap of a state pool, far below --max-running-requests": (
+        hybrid(max_running_requests=128).decode(30, r=98, u=0.3).prefill(60, hit=2000),
+        {"states-full": "--mamba-radix-cache-strategy extra_buffer_lazy --mamba-full-memory-ratio 0.99, "
+         "or --mamba-ssm-dtype bfloat16, which halves a state and changes answers a little",
+         "shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
+    ),
+    "at the cap of a state pool that --max-running-requests sizes": (
+        hybrid(disable_radix_cache=True, max_running_requests=490, before_ready=POOLS, most=490)
+        .decode(30, r=490, u=0.3),
+        {"states-full": "--max-mamba-cache-size 754 --max-running-requests 754"},
+    ),
+    "at the cap of a state pool of unknown memory that --max-running-requests sizes": (
+        hybrid(disable_radix_cache=True, max_running_requests=490, before_ready=POOLS[:1], most=490)
+        .decode(30, r=490, u=0.3),
+        {"states-full": "a larger --max-running-requests, which also sets the number of states"},
+    ),
+    "at the cap of the state pool of a server that only decodes": (
+        hybrid(disaggregation_mode="decode").decode(30, r=98, u=0.3).prefill(60, hit=2000),
+        {"states-full": "--mamba-full-memory-ratio 2.65, or --mamba-ssm-dtype bfloat16, which halves a state "
+         "and changes answers a little",
+         "shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
     ),
     "below the cap of a state pool": (hybrid().decode(30, r=60, u=0.95), {}),
     "EAGLE with a fixed number of guesses": (

@@ -626,9 +626,15 @@ class HttpEngine(Engine):
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and call `ended` for each as soon as its answer arrives."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
+        rid = fields["rid"]
+        if requests[0].stops_repetition and self._no_events is None:
+            # A row may be aborted alone. So all ids have the same length, as in `_added_fields`.
+            rids = tuple(f"{rid}_{index:04}" for index in range(len(requests)))
+            fields["rid"] = rids
+        else:
+            # SGLang derives the ids of a bundle's rows from the bundle's id in this way.
+            rids = tuple(f"{rid}_{index}" for index in range(len(requests)))
         body = wire.bytes_of(self._with_model_to_send(wire.bundle_body(requests) | fields))
-        # SGLang derives the ids of a bundle's rows from the bundle's id in this way.
-        rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
         bundle = BundleAnswer(
             requests=requests,
             ended=ended,

@@ -383,6 +383,7 @@ class ThroughGateway(HttpEngine):
         self.serving = [*self.endpoints.values()]
         self._reports_load = True
         info = describe([model], [server], self._loads_now(workers, time.monotonic()))
+        self._no_thinking_budget = info.no_thinking_budget
         return replace(
             info,
             kind="gateway",

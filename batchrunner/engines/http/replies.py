@@ -289,9 +289,9 @@ def stopped_at_repetition(event: Event, request: Request) -> Event | None:
     """Return a last event for an answer that repeats itself, with the text before the first repeat.
 
     Return None for an answer that does not repeat itself, or whose repetition is also in the prompt. By
-    default (`prose`), return None as well for data or code, and for a prompt that contains one period of it.
-    If the job asks for token ids or probabilities, the text stays whole, because they belong to the whole
-    text.
+    default (`prose`), return None as well for data or code, for a prompt that contains one period of it, and
+    for a prompt that repeats itself, for example a text to translate. If the job asks for token ids or
+    probabilities, the text stays whole, because they belong to the whole text.
     """
     from batchrunner.engines import repetition as repetitions  # noqa: PLC0415 - few need it
 
@@ -305,7 +305,7 @@ def stopped_at_repetition(event: Event, request: Request) -> Event | None:
     if request.kind == "input_ids":
         output = (_read_ids.decode(event.output_ids) if event.output_ids else None) or []
     is_in_prompt = repetitions.is_mentioned if only_prose else repetitions.repeats_in_prompt
-    if is_in_prompt(request.prompt, output):
+    if is_in_prompt(request.prompt, output) or (only_prose and repetitions.repeats_itself(request.prompt)):
         return None
     keeps_whole_text = request.asks is not None and request.asks.of_tokens
     text = event.text if keeps_whole_text else event.text[: repetition.first_end]

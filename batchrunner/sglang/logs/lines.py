@@ -196,9 +196,11 @@ _RUNNING_CAPPED = re.compile(
     r"|was reduced from the requested )"
 )
 _STATES_ALLOCATED = re.compile(
-    rf"Mamba Cache is allocated\. max_mamba_cache_size: {_COUNT}, "
-    rf"conv_state size: {_NUMBER}GB, ssm_state size: {_NUMBER}GB"
+    rf"Mamba Cache is allocated\. max_mamba_cache_size: {_COUNT}, conv_state size: "
 )
+_STATES_GB = re.compile(rf"_(?:state|cache) size: {_NUMBER} ?GB")
+"""Matches the sizes of all parts of a state pool. With speculative decoding, the states of drafted tokens are
+parts of it (`intermediate_ssm_state_cache size`)."""
 _KV_ALLOCATED = re.compile(
     rf"KV [Cc]ache (?:is )?allocated\..*?\bKV? size: {_NUMBER} GB(?:, V size: {_NUMBER} GB)?"
 )
@@ -378,7 +380,7 @@ def _rare(line: str) -> Record | None:
             quantised=_quantised(line),
         )
     if pool := _STATES_ALLOCATED.search(line):
-        return PoolAllocated(gb=float(pool[2]) + float(pool[3]), slots=int(pool[1]))
+        return PoolAllocated(gb=sum(map(float, _STATES_GB.findall(line))), slots=int(pool[1]))
     if pool := _KV_ALLOCATED.search(line):
         return PoolAllocated(gb=float(pool[1]) + float(pool[2] or 0))
     if "server_args=" in line:

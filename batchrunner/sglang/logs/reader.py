@@ -105,11 +105,18 @@ class Facts:
     def sizes_states(self) -> bool:
         """Whether arguments set the number of slots for recurrent states (Mamba and such).
 
-        If not, the state pool gets a fraction of the memory. Without a prefix cache, `max_running_requests`
-        sets the number, because each running request has one slot.
+        If not, the state pool gets a fraction of the memory.
         """
-        without_cache = self.arguments.get("disable_radix_cache") and self.number("max_running_requests")
-        return bool(self.number("max_mamba_cache_size") or without_cache)
+        return bool(self.number("max_mamba_cache_size")) or self.states_follow_running
+
+    @property
+    def states_follow_running(self) -> bool:
+        """Whether `max_running_requests` sets the number of state slots.
+
+        Without a prefix cache, each running request has one slot.
+        """
+        names = ("disable_radix_cache", "max_running_requests")
+        return all(map(self.arguments.get, names)) and not self.number("max_mamba_cache_size")
 
     @property
     def state_share(self) -> float | None:

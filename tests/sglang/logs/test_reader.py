@@ -220,6 +220,16 @@ def test_both_pools_of_a_hybrid_model_are_read(tmp_path: Path) -> None:
     assert (log.series.median("usage"), log.series.median("state_usage")) == (0.3, 0.5)
 
 
+def test_states_of_drafted_tokens_belong_to_the_state_pool(tmp_path: Path) -> None:
+    """With speculation, the line about the pool names the memory of these states too, which grows with it."""
+    sizes = "max_mamba_cache_size: 98, conv_state size: 0.30GB, ssm_state size: 12.40GB "
+    drafted = "intermediate_ssm_state_cache size: 9.10GB intermediate_conv_window_cache size: 0.20GB "
+    log = LogWriter("hybrid").started(before_ready=(f"Mamba Cache is allocated. {sizes}{drafted}",)).decode(1)
+    pool = LogReader().read(log.write(tmp_path)).facts.states
+    assert pool is not None
+    assert pool.gb == pytest.approx(22)
+
+
 @pytest.mark.parametrize(
     ("arguments", "slots"),
     [
