@@ -465,12 +465,14 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     pool, share = server.facts.states, server.facts.state_share
     if pool is None or not share or server.running < 1:
         return 0
-    # A request takes these fractions of the two pools' common memory, for its states and for its tokens.
-    share_for_states = per_request * size * share / pool.slots
+    # These are fractions of the two pools' common memory: of one state slot, and of a request's states and
+    # tokens. SGLang allocates one slot more than it uses.
+    share_of_slot = size * share / (pool.slots + 1)
+    share_for_states = per_request * share_of_slot
     share_for_tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
-    most_in_both = 1 / (share_for_states + share_for_tokens)
+    most_in_both = (1 - share_of_slot) / (share_for_states + share_for_tokens)
     # The state pool gets at most the fraction MOST_STATES of the memory.
-    most_with_states = MOST_STATES / share_for_states
+    most_with_states = (MOST_STATES - share_of_slot) / share_for_states
     requests = int(min(most_in_both, most_with_states, MOST_RUNNING))
     allowed = _allowed_running(server)
     # If the flag allows clearly more requests than run now, the pool grows only as far as the flag allows.
@@ -507,9 +509,10 @@ def state_args(
         size_flag = "max-mamba-cache-size"
         return {size_flag: int(as_flag(server.facts, size_flag, slots)), **args}
     # Share of both pools' memory that the state pool takes now, and will take. It grows with the number of
-    # slots and with the size of a state. One slot more is counted, so that rounding leaves at least `slots`.
+    # slots, of which SGLang allocates one more than it uses, and with the size of a state. Half a slot more
+    # is counted, so that rounding leaves at least `slots`.
     present_share = server.facts.state_share or 0.0
-    new_share = (slots + 1) * size * present_share / pool.slots
+    new_share = min(MOST_STATES, (slots + 1.5) * size * present_share / (pool.slots + 1))
     # The flag is the memory of the state pool, divided by that of the KV pool.
     ratio = new_share / (1 - new_share)
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100, **args}

@@ -161,7 +161,9 @@ def test_a_budget_without_room_for_an_answer(tmp_path: Path, server: FakeSGLang)
     job = thinking_job(tmp_path, server, sampling={"max_new_tokens": 4000, "max_thinking_tokens": 4000})
     outcome = batchrun(write_job(job, tmp_path))
     assert outcome.exit_code == 2
-    assert "max_thinking_tokens (4000) leaves no room for an answer in max_new_tokens (4000)" in outcome.stderr
+    assert (
+        "max_thinking_tokens (4000) leaves no room for an answer in max_new_tokens (4000)" in outcome.stderr
+    )
     assert server.sent == []
 
 

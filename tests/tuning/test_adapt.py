@@ -78,6 +78,23 @@ def test_a_limit_of_running_requests_rises_with_the_state_pool(args: Args) -> No
     assert steps_for(situation, {}, lambda name: name != "max-running-requests") == []
 
 
+@pytest.mark.parametrize(
+    ("pools_gb", "args"),
+    [
+        (1, {"mamba-radix-cache-strategy": "no_buffer"}),
+        (1, {"disable-radix-cache": True}),
+        (2, {"mamba-radix-cache-strategy": "extra_buffer_lazy"}),
+    ],
+)
+def test_few_large_states(pools_gb: float, args: Args) -> None:
+    """Where a state takes a tenth of the memory or more, the KV pool keeps at least as much."""
+    lab = Lab(ROWS, max_running=2048, cost=FAST_GPU, hybrid=Hybrid(pools_gb, 0.1, tokens_a_gb=10_000))
+    situation, before = live(lab, args, shared=0.3)
+    for step, _ in steps_for(situation, {}, lambda name: name != "disable-radix-cache"):
+        assert 0 < step.args.get("mamba-full-memory-ratio", 1) <= 9
+        assert live(lab, {**args, **step.args}, shared=0.3)[1] >= before
+
+
 def test_states_that_the_job_divides_stay() -> None:
     """A flag that the job sets is not changed, nor any flag that needs it to change too."""
     lab = Lab(ROWS, max_running=2048, cost=FAST_GPU, hybrid=Hybrid())
