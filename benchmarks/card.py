@@ -1,21 +1,26 @@
 """What one GPU gives: the runner beside plain SGLang and a bare loop, on models that people compare by.
 
-    python -m benchmarks.card qwen3-8b fp8 --tokenizer FOLDER --keep FOLDER --seconds 500
+    python -m benchmarks.card --seconds 420 --tokenizer FOLDER --keep FOLDER
 
-A case of `PLAN` starts one server and measures its sides one after the other on the same rows, the radix
-cache flushed before each:
+A machine with a GPU may be at hand for some minutes only. Therefore the cases of `PLAN` are in the order of
+their importance, and each has the seconds that it is expected to take on an H200. The command measures the
+first case that results/card.json lacks and that fits into the remaining time, then the next one. It saves the
+results after each run, so the same command, given again, goes on with the next case. Names of cases as
+arguments restrict it to these cases.
 
-- `once`: all rows in lists, which the server splits up as `Engine.generate` does;
-- `loop`: an aiohttp loop with 512 rows in flight;
-- `runner`: the runner, `window: auto`; `single` the same with one row in a request;
-- `launched`: the runner starts the server itself, and keeps it alive where its flags kill it;
-- `generate`: `Engine.generate` in one process, without a server.
+A case has one server and one set of rows. Its runs follow one another, with an empty radix cache each:
 
-The weights are dummies of the published shapes (`--load-format dummy`): they compute what real ones do, and
-`ignore_eos` with each row's own length makes up for the noise that they write. `results/card.json` is written
-after each side, so that a machine that is there for minutes can do case by case; `--keep` has the servers'
-logs and what the control law read (`test_the_gauges_of_a_card` plays one back). Without a GPU a tiny model
-goes through the steps of the cases that are named, and nothing is saved.
+- `runner`: batchrunner with `window: auto`; `single` is the same with one row in each request
+- `loop`: an aiohttp loop with 512 rows in flight
+- `once`: all rows in lists of 4,000 in one go, which the server splits up as `Engine.generate` does
+- `generate`: `Engine.generate` in one process, without a server
+
+The weights are dummies of the published shapes (`--load-format dummy`). They compute what real weights
+compute, and `ignore_eos` with an output length for each row makes up for the noise that they write. The cases
+with texts need real weights, which must be beside the tokenizer.
+
+`--keep` gets the logs of the servers, and what the control law read. Without a GPU, a tiny model goes through
+the same steps in a small size, and nothing is saved.
 """
 
 import argparse
@@ -24,13 +29,14 @@ import os
 import random
 import re
 import shutil
-import statistics
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,119 +46,201 @@ import pyarrow.parquet as pq
 import uvloop
 
 from batchrunner.core.console import tell
+from batchrunner.core.errors import EXIT_DONE, EXIT_INTERRUPTED
 from batchrunner.dispatch.concurrency.law import Controller, CornerChange, Decision, Reading
+from batchrunner.runner.foreground import run_in_foreground
+from batchrunner.runner.trial import logged_passes, output_rate
 from batchrunner.sglang.device import card_name, cpu_environment, has_gpu, server_args
-from benchmarks.engine import (
-    KEY_VARIABLE,
-    Log,
-    Server,
-    flush,
-    job_for,
-    lognormal,
-    runner,
-    serve,
-    work_of,
-)  # fmt: skip
+from benchmarks.engine import KEY_VARIABLE, Log, Server, flush, job_for, lognormal, serve, work_of
 from benchmarks.measure import RESULTS, in_fresh_process, post_all, save, versions
 from tests.support.tiny_model import TOKENIZER_FILES, make_tiny_llama
 
 SEED = 17
 VOCABULARY = (100, 45_000)
-"""From which prompts are drawn."""
-CONTEXT, LONGEST = 8192, 4000
-"""Tokens of a row, and of a prompt and of an output at most."""
-DOCUMENTS, TUTORIALS = (1030, 1000), (500, 200)
-"""Mean and standard deviation of the tokens of a prompt and of an output. DataTrove does not publish those of
-its table; these are near FineWeb-Edu's documents, with outputs that vary little, so that a job of a minute
-has no long tail."""
-STOPS = 253
-"""Mean tokens of an output of the workload `free`, which ends by itself, of 4,000 that it may have."""
-DOCS = Path("data/docs.parquet").resolve()
+"""Range of the token IDs of prompts."""
+CONTEXT = 8192
+"""Context length of the servers, in tokens."""
+LONGEST = 4000
+"""Maximum tokens of a prompt, and of an output."""
 LOOP = 512
+"""Rows that the loop has in flight."""
 MOST_IN_A_LIST = 4000
-WARM = 100
-"""Rows that warm a server up."""
-LEAST_S = 45.0
-"""Seconds that must be left for a side to be begun."""
+"""Maximum rows in a request of the side `once`."""
+WARM_UP = 100
+"""Number of rows that are sent before the first run of a case."""
+LEAST_S = 30.0
+"""No run begins with fewer seconds left."""
+CPU_SCALE = 0.05
+"""Length of prompts and outputs without a GPU, relative to those on a GPU."""
+CPU_ROWS = 100
+"""Maximum rows of a case without a GPU."""
+CPU_ARGS: dict[str, Any] = {
+    "max-total-tokens": 40_000, "max-running-requests": 16, "context-length": CONTEXT,
+    "decode-log-interval": 1,
+}  # fmt: skip
+"""Flags of servers without a GPU, so that rows wait and passes are logged even in so small a case."""
+CPU_STOP_S = 240.0
+"""Value of `stop_after_s` without a GPU. A server takes up to a minute to start."""
+DOCUMENTS = Path("data/docs.parquet").resolve()
+PASS = re.compile(r"^\[([\d-]+ [\d:]+)[^]]*\] (?:Decode|Prefill) batch.*#queue-req: (\d+)", re.MULTILINE)
+"""Time and queue of a forward pass in a server's log."""
 WORK = ("prefill_passes", "running_mean", "cached_share", "prefilled_tokens", "retracted")
 PACKAGES = ("sglang", "sglang-kernel", "torch", "triton", "transformers", "aiohttp", "uvloop", "pyarrow")
-
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
-"""Source: the models' config.json. gpt-oss-20b is not there: its MXFP4 weights have no dummies."""
-TABLE = ("documents/runner", "documents/loop", "documents/once")
-ONE = ("one/loop", "one/single", "one/runner")
+"""Configurations of the models, by name. Source: the models' config.json; `qwen3-next-small` has the
+proportions of Qwen3-Next-80B-A3B with fewer layers and experts. gpt-oss-20b is missing, because its MXFP4
+weights have no dummies."""
+REAL = "real weights"
+"""Model of the cases with texts: the one whose weights are beside the tokenizer. Without weights there, these
+cases are left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Rows of random token IDs. Lengths are a mean and a standard deviation, in tokens (lognormal)."""
+
+    rows: int
+    prompt: tuple[float, float]
+    output: tuple[float, float]
+    shared: int = 0
+    """Tokens of the prefix that the rows of a group share."""
+    group: int = 1
+    """Rows of a group. The rows of all groups are shuffled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """Rows from the documents of data/docs.parquet. Outputs end by themselves."""
+
+    rows: int
+    prompt: str
+    schema: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
+    """A server, rows, and the runs that are measured with them."""
+
     model: str
-    rows: int = 0
-    """Documents."""
-    sides: Sequence[str] = TABLE
-    """`WORKLOAD/SIDE`."""
+    rows: Tokens | Texts
+    runs: Sequence[str]
+    """Side of each run, in the order in which they are measured."""
+    seconds: float
+    """Expected seconds on an H200, start of the server included."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the server."""
+    is_launched_by_runner: bool = False
+    """Whether the runner starts the server, changes its flags, and starts it again when it dies."""
+    stop_after_s: float | None = None
+    """Seconds after which the run is stopped as by Ctrl-C; None to run to the end."""
 
 
-REAL = "the tokenizer's"
-"""Model whose weights lie beside the tokenizer: outputs that copy their inputs need real ones."""
-GRAPHS = {"cuda-graph-max-bs-decode": 2048, "max-running-requests": 2048}
-RUNNER = ("documents/runner",)
-PLAN = {
-    "smollm2-135m": Case("smollm2-135m", 6000),
-    "graphs": Case("smollm2-135m", 4000, (*TABLE, *ONE), GRAPHS),
-    "qwen3-0.6b": Case("qwen3-0.6b", 2000),
-    "qwen3-4b": Case("qwen3-4b", 1500),
-    "qwen3-8b": Case("qwen3-8b", 700),
-    "qwen3-30b-a3b": Case("qwen3-30b-a3b", 800),
-    "generate": Case("smollm2-135m", 4000, ("documents/generate",), GRAPHS),
-    "front": Case("smollm2-135m", 0, ONE, {"tokenizer-worker-num": 4}),
-    "memory": Case("qwen3-8b", 200, ("documents/launched",), {"mem-fraction-static": 0.985}),
-    "order": Case("qwen3-8b", 0, ("prefixes/once", "prefixes/loop", "prefixes/runner")),
-    "free": Case("qwen3-8b", 700, ("free/once", "free/runner")),
-    "clip": Case("qwen3-8b", 700, ("free/runner",), env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512"}),
-    "fp8": Case("qwen3-8b", 700, RUNNER, {"quantization": "fp8"}),
-    "mixed": Case("qwen3-8b", 700, RUNNER, {"enable-mixed-chunk": True}),
-    "plain": Case(REAL, 0, ("rewrite/runner",), {"max-running-requests": 256}),
-    "ngram": Case(
-        REAL, 0, ("rewrite/runner",), {"max-running-requests": 256, "speculative-algorithm": "NGRAM"}
-    ),
-    "interval": Case("smollm2-135m", 4000, RUNNER, {**GRAPHS, "prefill-decode-interval": 8}),
+TABLE = Tokens(rows=1500, prompt=(980, 1000), output=(500, 200))
+"""Lengths near those of DataTrove's table, which does not publish them: FineWeb-Edu's documents, with outputs
+that vary little."""
+LONG_JOB = Tokens(rows=4000, prompt=(260, 250), output=(128, 50))
+"""So many rows that the end, when no row waits, is a small part of the job."""
+QUESTIONS = Tokens(rows=1800, prompt=(60, 0), output=(32, 0), shared=2000, group=30)
+"""60 documents with 30 questions each."""
+ONE_TOKEN = Tokens(rows=10_000, prompt=(60, 0), output=(1, 0))
+RECORD = {
+    "type": "object",
+    "properties": {
+        "topic": {"type": "string", "maxLength": 60},
+        "kind": {"enum": ["function", "class", "module", "guide", "other"]},
+        "summary": {"type": "string", "maxLength": 200},
+        "is_deprecated": {"type": "boolean"},
+    },
+    "required": ["topic", "kind", "summary", "is_deprecated"],
+    "additionalProperties": False,
 }
+RECORDS = Texts(rows=1500, prompt="Describe this text as JSON:\n\n{{ text }}", schema=RECORD)
+REWRITES = Texts(rows=1500, prompt="Write this text again, without mistakes:\n\n{{ text }}")
+SUMMARIES = Texts(rows=1500, prompt="Say in two sentences what this text is about:\n\n{{ text }}")
+POOL = {"max-total-tokens": 200_000}
+"""A pool for about 600 rows of LONG_JOB."""
+GRAPHS = {"cuda-graph-max-bs-decode": 2048, "max-running-requests": 2048}
+NGRAM = {"speculative-algorithm": "NGRAM", "max-running-requests": 256}
+RUNNER = ("runner",)
+THREE = ("runner", "loop", "once")
+PLAN = {
+    "qwen3-8b": Case(
+        model="qwen3-8b", rows=LONG_JOB, runs=(*THREE, "runner", "loop"), seconds=360, args=POOL
+    ),
+    "adapt": Case(
+        model="qwen3-8b", rows=replace(LONG_JOB, rows=60_000), runs=RUNNER, seconds=350,
+        is_launched_by_runner=True, stop_after_s=290,
+    ),
+    "order": Case(
+        model="qwen3-8b", rows=QUESTIONS, runs=THREE, seconds=210, args={"max-total-tokens": 60_000}
+    ),
+    "memory-at-start": Case(
+        model="qwen3-8b", rows=replace(LONG_JOB, rows=500), runs=RUNNER, seconds=110,
+        args={"mem-fraction-static": 0.99}, is_launched_by_runner=True,
+    ),
+    "memory-in-prefill": Case(
+        model="qwen3-8b", rows=Tokens(rows=300, prompt=(6000, 0), output=(32, 0)), runs=RUNNER, seconds=140,
+        args={"mem-fraction-static": 0.96, "chunked-prefill-size": 65_536}, is_launched_by_runner=True,
+    ),
+    "qwen3-8b-table": Case(model="qwen3-8b", rows=TABLE, runs=RUNNER, seconds=190),
+    "order-generate": Case(
+        model="qwen3-8b", rows=QUESTIONS, runs=("generate",), seconds=180, args={"max-total-tokens": 60_000}
+    ),
+    "one-token": Case(
+        model="smollm2-135m", rows=ONE_TOKEN, runs=("loop", "single", "runner"), seconds=80
+    ),
+    "one-token-four-fronts": Case(
+        model="smollm2-135m", rows=ONE_TOKEN, runs=("loop", "single", "runner"), seconds=80,
+        args={"tokenizer-worker-num": 4},
+    ),
+    "records": Case(model=REAL, rows=RECORDS, runs=RUNNER, seconds=80, args={"max-running-requests": 256}),
+    "records-ngram": Case(model=REAL, rows=RECORDS, runs=RUNNER, seconds=80, args=NGRAM),
+    "rewrites": Case(model=REAL, rows=REWRITES, runs=RUNNER, seconds=80, args={"max-running-requests": 256}),
+    "rewrites-ngram": Case(model=REAL, rows=REWRITES, runs=RUNNER, seconds=80, args=NGRAM),
+    "summaries-ngram": Case(model=REAL, rows=SUMMARIES, runs=RUNNER, seconds=80, args=NGRAM),
+    "hybrid": Case(model="qwen3-next-small", rows=LONG_JOB, runs=RUNNER, seconds=120),
+    "hybrid-adapt": Case(
+        model="qwen3-next-small", rows=replace(LONG_JOB, rows=40_000), runs=RUNNER, seconds=250,
+        is_launched_by_runner=True, stop_after_s=200,
+    ),
+    "fp8": Case(
+        model="qwen3-8b", rows=LONG_JOB, runs=RUNNER, seconds=110, args={**POOL, "quantization": "fp8"}
+    ),
+    "mixed-chunk": Case(
+        model="qwen3-8b", rows=LONG_JOB, runs=RUNNER, seconds=110, args={**POOL, "enable-mixed-chunk": True}
+    ),
+    "qwen3-0.6b": Case(model="qwen3-0.6b", rows=replace(TABLE, rows=3000), runs=THREE, seconds=240),
+    "smollm2-1.7b": Case(model="smollm2-1.7b", rows=replace(TABLE, rows=3000), runs=THREE, seconds=240),
+    "smollm2-135m": Case(
+        model="smollm2-135m", rows=replace(TABLE, rows=8000), runs=THREE, seconds=420, args=GRAPHS
+    ),
+    "qwen3-30b-a3b": Case(model="qwen3-30b-a3b", rows=TABLE, runs=RUNNER, seconds=300),
+}  # fmt: skip
 
 
-def write_inputs(folder: Path, case: Case, scale: float) -> None:
-    """Write a Parquet file of prompts and output lengths for each workload of a case."""
+def write_rows(path: Path, rows: Tokens) -> None:
+    """Write the prompts and the output lengths of random rows."""
     made = random.Random(SEED)
 
     def ids(tokens: int) -> list[int]:
         return made.choices(range(*VOCABULARY), k=tokens)
 
-    def long(mean: float, deviation: float) -> int:
-        return lognormal(made, mean * scale, deviation * scale, longest=LONGEST)
-
-    for workload in sorted({side.partition("/")[0] for side in case.sides} - {"rewrite"}):
-        if workload in {"documents", "free"}:
-            prompts = [ids(long(*DOCUMENTS)) for _ in range(case.rows)]
-            tokens = [long(*TUTORIALS) for _ in prompts]
-        elif workload == "one":
-            prompts = [ids(60) for _ in range(10_000 if scale == 1 else 200)]
-            tokens = [1] * len(prompts)
-        else:  # 60 documents, eight questions on each, in any order
-            documents = [ids(round(1500 * scale)) for _ in range(60)]
-            prompts = [[*document, *ids(60)] for document in documents for _ in range(8)]
-            made.shuffle(prompts)
-            tokens = [64] * len(prompts)
-        table = {
-            "id": [f"row-{i:05d}" for i in range(len(prompts))],
-            "input_ids": pa.array(prompts, pa.list_(pa.int32())),
-            "tokens": pa.array(tokens, pa.int32()),
-        }
-        pq.write_table(pa.table(table), folder / f"{workload}.parquet", row_group_size=1000)
+    prefixes = [ids(rows.shared) for _ in range(-(-rows.rows // rows.group))]
+    prompts = [
+        [*prefixes[row // rows.group], *ids(lognormal(made, *rows.prompt, longest=LONGEST))]
+        for row in range(rows.rows)
+    ]
+    made.shuffle(prompts)
+    table = {
+        "id": [f"row-{row:05d}" for row in range(rows.rows)],
+        "input_ids": pa.array(prompts, pa.list_(pa.int32())),
+        "tokens": pa.array([lognormal(made, *rows.output, longest=LONGEST) for _ in prompts], pa.int32()),
+    }
+    pq.write_table(pa.table(table), path, row_group_size=1000)
 
 
 def make_shape(folder: Path, model: str, tokenizer: Path) -> Path:
-    """Write a model's folder without weights."""
+    """Write the directory of a model without weights."""
     folder.mkdir()
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
@@ -162,50 +250,62 @@ def make_shape(folder: Path, model: str, tokenizer: Path) -> Path:
 
 
 def rows_of(job_file: str) -> tuple[dict[str, Any], list[list[int]], list[dict[str, Any]]]:
-    """Return a job, the prompts of its rows, and the sampling parameters of each."""
+    """Return a job, the prompts of its rows as token IDs, and the sampling parameters of each row."""
     job = json.loads(Path(job_file).read_text())
     rows = pq.read_table(job["input"]["path"]).to_pylist()
-    own = [{"max_new_tokens": row["tokens"]} if job["sampling"].get("ignore_eos") else {} for row in rows]
-    return job, [row["input_ids"] for row in rows], [{**job["sampling"], **parameters} for parameters in own]
+    return (
+        job,
+        [row["input_ids"] for row in rows],
+        [{**job["sampling"], "max_new_tokens": row["tokens"]} for row in rows],
+    )
 
 
-def posted(job: Mapping[str, Any], bodies: Sequence[Mapping[str, Any]], window: int) -> dict[str, Any]:
-    """Post the bodies as an aiohttp loop does; return the time, and the tokens that came."""
+def post(job: Mapping[str, Any], bodies: Sequence[Mapping[str, Any]], window: int) -> dict[str, Any]:
+    """Post the bodies with `window` requests in flight; return the time and the number of output tokens."""
     url = job["engine"]["urls"][0] + "/generate"
-    encoded = [orjson.dumps(body) for body in bodies]
-    wall_s, answers = uvloop.run(post_all(url, encoded, window, os.environ[KEY_VARIABLE]))
-    given = [orjson.loads(answer) for answer in answers]
-    each = [answer for one in given for answer in (one if isinstance(one, list) else [one])]
-    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in each)
+    wall_s, contents = uvloop.run(
+        post_all(url, [*map(orjson.dumps, bodies)], window, os.environ[KEY_VARIABLE])
+    )
+    tokens = 0
+    for content in contents:
+        answers = orjson.loads(content)
+        for answer in answers if isinstance(answers, list) else [answers]:
+            tokens += answer["meta_info"]["completion_tokens"]
     return {"wall_s": wall_s, "tokens": tokens, "window": window}
 
 
-def loop(job_file: str, *, warm: bool = False) -> dict[str, Any]:
-    """Run the loop; `warm`: on a few rows of few tokens, to have every kernel compiled."""
+def loop(job_file: str) -> dict[str, Any]:
+    """Send one row in each request, with LOOP rows in flight."""
     job, prompts, sampling = rows_of(job_file)
-    if warm:
-        prompts, sampling = prompts[:WARM], [{**sampling[0], "max_new_tokens": 16}] * len(prompts[:WARM])
     pairs = zip(prompts, sampling, strict=True)
-    return posted(job, [{"input_ids": ids, "sampling_params": own} for ids, own in pairs], LOOP)
+    bodies = [{"input_ids": ids, "sampling_params": parameters} for ids, parameters in pairs]
+    return post(job, bodies, LOOP)
+
+
+def warm_up(job_file: str) -> dict[str, Any]:
+    """Send a few rows with a few output tokens, so that all kernels are compiled."""
+    job, prompts, sampling = rows_of(job_file)
+    body = {"input_ids": prompts[:WARM_UP], "sampling_params": {**sampling[0], "max_new_tokens": 16}}
+    return post(job, [body], 1)
 
 
 def once(job_file: str) -> dict[str, Any]:
-    """Send all rows at once, in as few requests as there can be."""
+    """Send all rows at once, in as few requests as possible."""
     job, prompts, sampling = rows_of(job_file)
-    parts = [slice(at, at + MOST_IN_A_LIST) for at in range(0, len(prompts), MOST_IN_A_LIST)]
+    parts = [slice(begin, begin + MOST_IN_A_LIST) for begin in range(0, len(prompts), MOST_IN_A_LIST)]
     bodies = [{"input_ids": prompts[part], "sampling_params": sampling[part]} for part in parts]
-    return posted(job, bodies, len(bodies)) | {"window": len(prompts)}
+    return post(job, bodies, len(bodies)) | {"window": len(prompts)}
 
 
 def generate(job_file: str) -> dict[str, Any]:
-    """Give all rows to `Engine.generate`; its start does not count."""
+    """Give all rows to `Engine.generate`. Its start does not count."""
     import sglang  # noqa: PLC0415 - seconds to import
 
     job, prompts, sampling = rows_of(job_file)
     args = server_args(job["engine"]["args"], cpu=not has_gpu())
     flags = {name.replace("-", "_"): value for name, value in args.items()}
     engine = sglang.Engine(model_path=job["engine"]["model"], **flags)
-    engine.generate(input_ids=prompts[:WARM], sampling_params={"max_new_tokens": 16})
+    engine.generate(input_ids=prompts[:WARM_UP], sampling_params={"max_new_tokens": 16})
     engine.flush_cache()
     began = time.perf_counter()
     answers = engine.generate(input_ids=prompts, sampling_params=sampling)
@@ -215,163 +315,291 @@ def generate(job_file: str) -> dict[str, Any]:
     return {"wall_s": wall_s, "tokens": tokens, "window": len(prompts)}
 
 
-def recorded(job_file: str) -> dict[str, Any]:
-    """Run the job, and keep what the control law reads, its window, and the corner that it sees."""
+@contextmanager
+def recorded_readings(path: Path) -> Iterator[None]:
+    """Write what the control law reads during the block, with its window and the corner that it sees."""
     sample, readings = Controller.sample, []
 
-    def kept(
-        law: Controller, now: float, seen: Reading, *, may_grow: bool = True
+    def sample_and_record(
+        law: Controller, now: float, reading: Reading, *, may_grow: bool = True
     ) -> list[Decision | CornerChange]:
-        changes = sample(law, now, seen, may_grow=may_grow)
-        readings.append([round(now, 3), *asdict(seen).values(), law.window, law.corner])
+        changes = sample(law, now, reading, may_grow=may_grow)
+        readings.append([round(now, 3), *asdict(reading).values(), law.window, law.corner])
         return changes
 
-    Controller.sample = kept  # type: ignore[assignment, method-assign]
-    found = runner(job_file)
-    Path(job_file).with_suffix(".readings").write_text("\n".join(map(json.dumps, readings)) + "\n")
-    return found
+    Controller.sample = sample_and_record  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Controller.sample = sample  # type: ignore[method-assign]
+        path.write_text("".join(json.dumps(reading) + "\n" for reading in readings))
+
+
+def runner(job_file: str, stop_after_s: float | None = None) -> dict[str, Any]:
+    """Run the job with batchrunner, at most for `stop_after_s` seconds."""
+    if stop_after_s is not None:
+        timer = threading.Timer(stop_after_s, os.kill, (os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+    with recorded_readings(Path(job_file).with_suffix(".readings")):
+        report = run_in_foreground(job_file, [], fresh=True, retry_failed=False, quiet=True, as_json=False)
+    if report.exit_code not in {EXIT_DONE, EXIT_INTERRUPTED}:
+        raise SystemExit("\n".join(report.lines()))
+    return {
+        "wall_s": report.wall_s,
+        "tokens": report.output_tokens,
+        "rows_ok": report.rows_ok,
+        "window": report.window,
+        "load": report.load,
+        "incidents": report.incidents,
+    }
 
 
 SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
-    "warm": partial(loop, warm=True), "once": once, "loop": loop, "runner": recorded, "single": recorded,
-    "launched": runner, "generate": generate,
+    "warm-up": warm_up, "once": once, "loop": loop, "generate": generate,
 }  # fmt: skip
+"""The sides that are not batchrunner."""
 
 
-def sustained(log: str) -> float | None:
-    """Return output tokens a second while requests waited: the median of the decode lines."""
-    found = re.findall(r"Decode batch.*?gen throughput \(token/s\): ([\d.]+), #queue-req: [1-9]", log)
-    return round(statistics.median(map(float, found)), 1) if found else None
+def steady_rate(log: str) -> float | None:
+    """Return output tokens per second while requests waited; None if the log has too few decode passes."""
+    passes = logged_passes(log.splitlines())
+    waiting = [at for at, (_, batch) in enumerate(passes) if batch.queue]
+    return output_rate(passes[: waiting[-1] + 1]) if waiting else None
+
+
+def share_of_end(log: str) -> float | None:
+    """Return the fraction of the logged time after the last request had waited; None if none waited."""
+    passes = PASS.findall(log)
+    times = [datetime.fromisoformat(at) for at, _ in passes]
+    waiting = [at for at, (_, queue) in zip(times, passes, strict=True) if queue != "0"]
+    if not waiting or times[-1] == times[0]:
+        return None
+    return round((times[-1] - waiting[-1]) / (times[-1] - times[0]), 3)
+
+
+def figures_of_log(log: str) -> dict[str, Any]:
+    """Return what a server's log tells about a run.
+
+    The log has a line for each prefill pass, and for each 40th decode pass.
+    """
+    work = work_of(log)
+    return {
+        "steady_tokens_per_s": steady_rate(log),
+        "share_of_end": share_of_end(log),
+        "work": {name: work[name] for name in WORK},
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a case is measured: its files, its server unless a side starts one, and that one's flags."""
+class Bench:
+    """Runs the sides of one case."""
 
     folder: Path
-    server: Server | None
+    case: Case
     model: Path
     args: Mapping[str, Any]
+    until: float
+    """Time at which a run is killed, in seconds of the monotonic clock."""
 
-    def job(self, workload: str, kind: str) -> dict[str, Any]:
-        url = self.server.url if self.server else ""
-        job = job_for(self.folder / f"{workload}.parquet", self.folder / "run", url)
-        job["limits"] = {"max_failed_rows": "5%"}  # noise may decode to nothing
-        if workload == "free":
-            config = json.loads((self.model / "config.json").read_text())
-            stops = [*range(50, config["vocab_size"], STOPS)]
-            job["sampling"] = {"max_new_tokens": LONGEST, "temperature": 1.0, "stop_token_ids": stops}
+    @property
+    def run_path(self) -> Path:
+        """Output path of the runner."""
+        return self.folder / "run"
+
+    def job(self, side: str, server: Server | None) -> dict[str, Any]:
+        """Return the job of a run. Without a server, the runner starts one."""
+        rows = self.case.rows
+        job = job_for(self.folder / "rows.parquet", self.run_path, server.url if server else "")
+        job["limits"] = {"max_failed_rows": "5%"}  # random output tokens may decode to nothing
         job["sampling"]["skip_special_tokens"] = False
-        if workload == "rewrite":
-            job["input"] = {"path": str(DOCS), "limit": 2000 if has_gpu() else 8}
-            job["prompt"] = {"user": "Write this text again, without mistakes:\n\n{{ text }}"}
+        if isinstance(rows, Texts):
+            job["input"] = {"path": str(DOCUMENTS), "limit": rows.rows}
+            job["prompt"] = {"user": rows.prompt}
             job["sampling"] = {"max_new_tokens": 512, "temperature": 0}
-        if kind == "single":
+            if rows.schema:
+                job["sampling"]["json_schema"] = rows.schema
+        if side == "single":
             job["bundle"] = "off"
-        if self.server is None:
+        if server is None:
             job["engine"] = {"kind": "server", "model": str(self.model), "args": self.args}
         return job
 
-    def measure(self, side: str, until: float) -> dict[str, Any]:
-        """Measure a side, or say how it failed; it is killed at the time `until`."""
-        workload, _, kind = side.partition("/")
-        file = self.folder / f"{workload}-{kind}.json"
-        file.write_text(json.dumps(self.job(workload, kind)))
+    def measure(self, side: str, number: int, server: Server | None) -> dict[str, Any]:
+        """Measure a run in a process of its own; return its figures, or why it failed."""
+        file = self.folder / f"{number}-{side}.json"
+        file.write_text(json.dumps(self.job(side, server)))
+        arguments = ["--side", side, "--job", str(file)]
+        if self.case.stop_after_s is not None:
+            arguments += ["--stop-after", str(self.case.stop_after_s)]
         log = None
-        if self.server:
-            flush(self.server)
-            log = Log(self.server.log)
+        if server is not None:
+            flush(server)
+            log = Log(server.log)
         try:
-            found = in_fresh_process(
-                "benchmarks.card", "--side", kind, "--job", str(file), timeout_s=until - time.monotonic()
-            )
+            figures = in_fresh_process("benchmarks.card", *arguments, timeout_s=self.until - time.monotonic())
         except (SystemExit, subprocess.TimeoutExpired) as failure:
-            return {"failed": str(failure)[-2000:]}
-        found["tokens_per_s"] = round(found["tokens"] / found["wall_s"], 1)
-        if log:
-            work = work_of(log.text())  # a line for each prefill pass, and for 40 decode passes
-            found["work"] = {name: work[name] for name in WORK}
-            found["sustained"] = sustained(log.text())
-        return found
+            return {"side": side, "failed": str(failure)[-2000:]}
+        figures = {"side": side, **figures, "tokens_per_s": round(figures["tokens"] / figures["wall_s"], 1)}
+        if log is not None:
+            return figures | figures_of_log(log.text())
+        if self.case.is_launched_by_runner:
+            figures["by_start"] = self._by_start()
+        return figures
+
+    def _by_start(self) -> list[dict[str, Any]]:
+        """Return the figures of each start of the server that the runner launched."""
+        logs = sorted(self.run_path.glob("engine-server*.log"))
+        text = "".join(log.read_text(errors="replace") for log in logs)
+        starts = re.split(r"^(?=.*server_args=ServerArgs\()", text, flags=re.MULTILINE)[1:]
+        return [figures_of_log(start) for start in starts]
 
 
-@dataclass
-class Lab:
+def is_measured(record: Mapping[str, Any] | None, case: Case) -> bool:
+    """Tell whether a saved record has all runs of the case as it is now, or the reason why it failed."""
+    if record is None or record.get("case") != definition(case):
+        return False
+    return "failed" in record or len(record["runs"]) == len(case.runs)
+
+
+def definition(case: Case) -> dict[str, Any]:
+    """Return a case as plain JSON values."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(case)))
+    return plain
+
+
+@dataclass(slots=True)
+class Session:
+    """Measures cases until the time is up."""
+
     keep: Path
     tokenizer: Path
     until: float
-    given: Mapping[str, Any]
-    """Flags that this machine needs."""
-    found: dict[str, Any]
+    machine_args: Mapping[str, Any]
+    """Flags that servers need on this machine."""
+    cases: dict[str, Any]
+    """Record of each measured case, by its name."""
+
+    def next_case(self, names: Sequence[str]) -> str | None:
+        """Return the first case that is not measured yet and fits into the remaining time."""
+        remaining_s = self.until - time.monotonic()
+        for name in names:
+            case = PLAN[name]
+            needed_s = case.seconds if has_gpu() else LEAST_S
+            if case.model == REAL and not any(self.tokenizer.glob("*.safetensors")):
+                continue
+            if not is_measured(self.cases.get(name), case) and needed_s <= remaining_s:
+                return name
+        return None
 
     def measure(self, name: str) -> None:
-        """Measure the sides of a case, as far as there is time."""
-        if not self.has_time(name):
-            return
-        case, gpu = PLAN[name], has_gpu()
+        """Measure the runs of a case, as far as the time allows."""
+        case = PLAN[name]
         folder = self.keep / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        args = {"load-format": "dummy", "context-length": CONTEXT, **self.given, **case.args}
+        args = {"context-length": CONTEXT, **self.machine_args, **case.args}
         if case.model == REAL:
             model = self.tokenizer
-            args.pop("load-format")
-        elif gpu:
-            model = make_shape(folder / "model", case.model, self.tokenizer)
         else:
-            model = make_tiny_llama(folder / "model", self.tokenizer)
-            args = {"max-total-tokens": 40_000, "context-length": CONTEXT}
-            case = replace(case, model="smollm2-135m", rows=min(case.rows, 100))
-        write_inputs(folder, case, 1.0 if gpu else 0.05)
-        record: dict[str, Any] = {"model": case.model, "args": args, "env": case.env, "rows": case.rows}
-        record |= {"card": card_name(), "versions": versions(*PACKAGES), "date": time.strftime("%F")}
-        record["sides"] = {}
-        with ExitStack() as stack:
-            os.environ.update(case.env)
-            stack.callback(lambda: [os.environ.pop(variable) for variable in case.env])
-            began, server = time.monotonic(), None
-            if not case.sides[0].endswith(("launched", "generate")):
-                server = stack.enter_context(serve(model, folder, args))
-                record["start_s"] = round(time.monotonic() - began, 1)
-            place = Place(folder, server, model, args)
-            if server and case.model != REAL:
-                place.measure(case.sides[0].partition("/")[0] + "/warm", self.until)
-            for side in case.sides:
-                if not self.has_time(f"{name} {side}"):
-                    return
-                got = place.measure(side, self.until)
-                record["sides"][side] = got
-                self.found[name] = record
-                rates = f"{got.get('tokens_per_s', got)} tok/s, {got.get('sustained')} sustained"
-                self.save(f"{name} {side}: {rates}")
+            model = (
+                make_shape(folder / "model", case.model, self.tokenizer) if has_gpu() else self._tiny(folder)
+            )
+            args = {"load-format": "dummy", **args}
+        run_case = case
+        if not has_gpu():
+            run_case = small(case)
+            args = CPU_ARGS
+        if isinstance(run_case.rows, Tokens):
+            write_rows(folder / "rows.parquet", run_case.rows)
+        record = self.cases[name] = {
+            "case": definition(case), "args": args, "card": card_name(), "versions": versions(*PACKAGES),
+            "date": time.strftime("%F"), "runs": [],
+        }  # fmt: skip
+        bench = Bench(folder, run_case, model, args, self.until)
+        if run_case.is_launched_by_runner or "generate" in run_case.runs:
+            self._measure_runs(name, bench, None)
+            return
+        began = time.monotonic()
+        with serve(model, folder, args) as server:
+            record["start_s"] = round(time.monotonic() - began, 1)
+            if isinstance(run_case.rows, Tokens):
+                bench.measure("warm-up", 0, server)
+            self._measure_runs(name, bench, server)
 
-    def has_time(self, what: str) -> bool:
-        enough = time.monotonic() + LEAST_S < self.until
-        if not enough:
-            tell(f"{what}: no time")
-        return enough
+    def _measure_runs(self, name: str, bench: Bench, server: Server | None) -> None:
+        """Measure the runs of a case one after the other, and save the results after each."""
+        for number, side in enumerate(bench.case.runs, start=1):
+            if time.monotonic() + LEAST_S > self.until:
+                tell(f"{name} {side}: no time")
+                return
+            figures = bench.measure(side, number, server)
+            self.cases[name]["runs"].append(figures)
+            rate = figures.get("tokens_per_s", figures.get("failed"))
+            self._save(
+                f"{name} {side}: {rate} tokens/s, {figures.get('steady_tokens_per_s')} in steady state"
+            )
 
-    def save(self, line: str) -> None:
+    def record_failure(self, name: str, why: str) -> None:
+        """Save why a case ended, so that the next command does not begin with it again."""
+        record = self.cases.setdefault(name, {"case": definition(PLAN[name]), "runs": []})
+        record["failed"] = why[-2000:]
+        self._save(f"{name}: failed: {why}")
+
+    def _tiny(self, folder: Path) -> Path:
+        return make_tiny_llama(folder / "model", self.tokenizer)
+
+    def _save(self, line: str) -> None:
         if has_gpu():
-            save("card", line, {"cases": self.found}, ())
+            save("card", line, {"cases": self.cases}, ())
         else:
             tell(line)
 
 
+def summary(figures: Mapping[str, Any]) -> str:
+    """Return the most important figures of a run in one line."""
+    if "failed" in figures:
+        return f"failed: {figures['failed']}"
+    return f"{figures['tokens_per_s']} tokens/s, {figures.get('steady_tokens_per_s')} in steady state"
+
+
+def small(case: Case) -> Case:
+    """Return a case that a CPU can do: fewer rows, shorter texts, an earlier stop."""
+    rows = case.rows
+    if isinstance(rows, Tokens):
+        mean_prompt, mean_output = (max(1.0, mean * CPU_SCALE) for mean, _ in (rows.prompt, rows.output))
+        rows = replace(
+            rows,
+            rows=min(rows.rows, CPU_ROWS),
+            prompt=(mean_prompt, rows.prompt[1] * CPU_SCALE),
+            output=(mean_output, rows.output[1] * CPU_SCALE),
+            shared=round(rows.shared * CPU_SCALE),
+        )
+    else:
+        rows = replace(rows, rows=min(rows.rows, 8))
+    stop_after_s = None if case.stop_after_s is None else CPU_STOP_S
+    return replace(case, rows=rows, stop_after_s=stop_after_s)
+
+
 def main() -> None:
+    """Measure the cases that fit into the time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(PLAN)}; all by default")
-    parser.add_argument("--seconds", type=float, default=3600, help="for all; no side begins in the last 45")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(PLAN)}; all by default")
+    parser.add_argument("--seconds", type=float, default=3600, help="for all cases together")
     parser.add_argument("--args", type=json.loads, default={}, help="flags that this machine needs, as JSON")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
-    parser.add_argument("--keep", type=Path, default=Path("out/card"), help="logs and traces")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, default=Path("out/card"), help="logs and readings")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--stop-after", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := {*options.cases} - {*PLAN}:
         parser.error(f"no such case: {', '.join(unknown)}")
-    if options.side:
+    if options.side in SIDES:
         print(json.dumps(SIDES[options.side](options.job)))
+        return
+    if options.side:
+        print(json.dumps(runner(options.job, options.stop_after)))
         return
     if not has_gpu():
         if not options.cases:
@@ -379,14 +607,20 @@ def main() -> None:
             return
         os.environ.update(cpu_environment(dict(os.environ)))
     saved = RESULTS / "card.json"
-    before = json.loads(saved.read_text())["cases"] if has_gpu() and saved.is_file() else {}
-    until = time.monotonic() + options.seconds
-    lab = Lab(options.keep.resolve(), options.tokenizer.resolve(), until, options.args, before)
-    for name in options.cases or PLAN:
+    session = Session(
+        keep=options.keep.resolve(),
+        tokenizer=options.tokenizer.resolve(),
+        until=time.monotonic() + options.seconds,
+        machine_args=options.args,
+        cases=json.loads(saved.read_text())["cases"] if has_gpu() and saved.is_file() else {},
+    )
+    names = [name for name in PLAN if not options.cases or name in options.cases]
+    while name := session.next_case(names):
+        names.remove(name)
         try:
-            lab.measure(name)
+            session.measure(name)
         except (SystemExit, OSError, subprocess.SubprocessError) as failure:
-            tell(f"{name}: {failure}")
+            session.record_failure(name, str(failure))
 
 
 if __name__ == "__main__":

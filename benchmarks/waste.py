@@ -1,9 +1,9 @@
 """Tokens that `on_repetition` and the bound on blanks in JSON save: SmolLM2-135M, SGLang on the CPU.
 
-Loops: rows that ask about a name of Python's library are answered at temperature 0, once with `on_repetition:
-keep` and once with `stop`. A row counts as changed if its text differs between the two runs. A stopped row
-should keep a prefix of its whole text. An answer may also differ because other requests were in its batch,
-whose size changes the last bits of a sum. With `--modes stop`, which takes a fraction of the time,
+Loops: rows that ask about a name of Python's library are answered at temperature 0, once with each mode of
+`on_repetition`. A row counts as changed if its text differs from the one of `keep`. A stopped row should
+keep a prefix of its whole text. An answer may also differ because other requests were in its batch, whose
+size changes the last bits of a sum. Without `keep` among the modes, which takes a fraction of the time,
 `tokens_to_limit` is the number of tokens if each stopped loop went on to `max_new_tokens`.
 
 Blanks: rows with a JSON Schema are answered by two servers, of which one has the flag
@@ -116,7 +116,7 @@ def longest_blanks(text: str) -> int:
 
 
 def measure_loops(model: Path, place: Path, max_new_tokens: int, modes: Sequence[str]) -> dict[str, Any]:
-    """Answer the rows with `on_repetition: stop`, and with `keep` if `modes` has it."""
+    """Answer the rows once with each mode of `on_repetition`, and compare the texts with those of `keep`."""
     sampling = {**LOOPS["sampling"], "max_new_tokens": max_new_tokens}
     with serve(model, place, SERVER_ARGS, name="loops") as server:
         runs = {
@@ -124,8 +124,11 @@ def measure_loops(model: Path, place: Path, max_new_tokens: int, modes: Sequence
             for mode in modes
         }
     texts = {mode: run.pop("texts") for mode, run in runs.items()}
-    by_text = compare_texts(texts["keep"], texts["stop"]) if "keep" in texts else None
-    return {**runs, "rows_by_text": by_text, "max_new_tokens": max_new_tokens}
+    whole = texts.pop("keep", None)
+    if whole is not None:
+        for mode, shortened in texts.items():
+            runs[mode]["rows_by_text"] = compare_texts(whole, shortened)
+    return {"modes": runs, "max_new_tokens": max_new_tokens}
 
 
 def measure_blanks(model: Path, place: Path, max_new_tokens: int) -> dict[str, Any]:
@@ -143,13 +146,16 @@ def measure_blanks(model: Path, place: Path, max_new_tokens: int) -> dict[str, A
 
 def report_loops(loops: dict[str, Any]) -> None:
     """Print and save the figures of `on_repetition`."""
-    stop = loops["stop"]
-    whole = loops["keep"]["output_tokens"] if "keep" in loops else stop["tokens_to_limit"]
-    line = (
-        f"waste: on_repetition stop ends {stop['finish_reasons'].get('repetition', 0)} of {stop['rows_ok']} "
-        f"rows and generates {stop['output_tokens']:,} tokens; without it {whole:,}"
-        f"{'' if 'keep' in loops else ' if no loop ends by itself'}"
-    )
+    runs = dict(loops["modes"])
+    keep = runs.pop("keep", None)
+    clauses = [
+        f"{mode} ends {run['finish_reasons'].get(REPETITION, 0)} of {run['rows_ok']} rows and generates "
+        f"{run['output_tokens']:,} tokens"
+        + ("" if keep else f" ({run['tokens_to_limit']:,} if no loop ends by itself)")
+        for mode, run in runs.items()
+    ]
+    whole = [f"keep generates {keep['output_tokens']:,} tokens"] if keep else []
+    line = f"waste: on_repetition {'; '.join([*whole, *clauses])}"
     save("waste_loops", line, {"server_args": SERVER_ARGS, **loops}, PACKAGES, "waste")
 
 
@@ -170,7 +176,9 @@ def main() -> None:
     parser.add_argument("what", choices=("loops", "json"))
     parser.add_argument("--rows", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1536, help="max_new_tokens of each row")
-    parser.add_argument("--modes", nargs="+", default=["keep", "stop"], help="values of on_repetition")
+    parser.add_argument(
+        "--modes", nargs="+", default=["keep", "stop", "auto"], help="values of on_repetition"
+    )
     parser.add_argument("--model", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--documents", type=Path, default=Path("data/docs.parquet"))
     args = parser.parse_args()

@@ -63,9 +63,12 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+_MESSAGE_KEYS = {"role", "content"}
+
+
 def _message_bytes(message: Any) -> bytes:
     """Return a message as bytes that begin with its role and content, as in a rendered prompt."""
-    if isinstance(message, dict) and message.keys() == {"role", "content"}:
+    if isinstance(message, dict) and message.keys() == _MESSAGE_KEYS:
         return _encoded(f"{message['role']}\0{message['content']}\0")
     return _encoded(repr(message))
 

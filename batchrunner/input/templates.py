@@ -46,6 +46,8 @@ _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping by which a template may read any column of `row`."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
 """Matches the errors of Python and jinja2 about a null."""
+_PRINTED_ALIKE = {str, int, float, bool}
+"""Types of values that jinja2 prints as Python's `str` does."""
 _RESULT = "batchrunner_value"
 """Variable to which a compiled expression assigns its value."""
 
@@ -107,7 +109,7 @@ class _ColumnCode:
                 expression = template_of_column(odd_names[0])
                 hint = f"the name of the column is not an identifier: write {expression}"
             raise JobError(f"{where}: line {line}: {problem}, in {text[:LINE_SHOWN]!r}", hint=hint) from None
-        self._source = source
+        self._source, self._tree = source, tree
         unknown_names = sorted(columns.difference(available))
         if unknown_names:
             raise unknown_column(JobError, where, unknown_names[0], available, in_template=True)
@@ -129,16 +131,40 @@ class Template(_ColumnCode):
         Raises JobError, whose text begins with `where`, for bad syntax or an unknown column.
         """
         super().__init__(_environment().parse, source, where=where, available=available)
+        self._plain = _plain_format(self._tree, self.columns)
+        """The `%` format of a template that only prints columns, and its columns; None for any other."""
         # `render` needs these for each row, so they are looked up only once.
         self._globals = dict(self._template.globals)
         self._new_context, self._parts = self._template.new_context, self._template.root_render_func
 
     def render(self, row: Mapping[str, Any]) -> str:
         """Return the text for a row; raise RowRefusedError if the template fails on the row's values."""
+        text = self._plain_text(row)
+        if text is None:
+            text = self._rendered(row)
+        if len(text) > LONGEST_PROMPT:
+            raise RowRefusedError(
+                f"template: the prompt has {len(text)} characters, more than the limit of {LONGEST_PROMPT}"
+            )
+        return text
+
+    def _plain_text(self, row: Mapping[str, Any]) -> str | None:
+        """Return the text for a row without jinja2, which takes several times as long.
+
+        Return None if the template does more than print columns, or if a value needs jinja2's checks.
+        """
+        if self._plain is None:
+            return None
+        text_format, names = self._plain
+        values = (*map(row.get, names),)
+        return text_format % values if _PRINTED_ALIKE.issuperset(map(type, values)) else None
+
+    def _rendered(self, row: Mapping[str, Any]) -> str:
+        """Return the text that jinja2 renders for a row; raise RowRefusedError if it fails."""
         try:
             # jinja2's own `render` merges the globals for each row, which takes twice as long.
             context = self._new_context({**self._globals, **self._variables(row)}, shared=True)
-            text = "".join(self._parts(context))
+            return "".join(self._parts(context))
         except NotTextError as failure:
             cause = self._failing_names(row, failure.kind) or "a value"
             raise RowRefusedError(f"template: {cause} {failure.problem}") from None
@@ -149,11 +175,6 @@ class Template(_ColumnCode):
                 if null_columns:
                     message += f" (in {null_columns})"
             raise RowRefusedError(f"template: {message}") from None
-        if len(text) > LONGEST_PROMPT:
-            raise RowRefusedError(
-                f"template: the prompt has {len(text)} characters, more than the limit of {LONGEST_PROMPT}"
-            )
-        return text
 
     def _failing_names(self, row: Mapping[str, Any], kind: type) -> str:
         """Return the names of the columns whose values make the template fail; "" if they are not found.
@@ -304,6 +325,23 @@ class _NamingCode(_Code):
     def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         super()._output_child_post(node, frame, finalize)
         self.write(")")
+
+
+def _plain_format(tree: nodes.Template, columns: Collection[str]) -> tuple[str, Sequence[str]] | None:
+    """Return a `%` format and its columns for a template that only prints columns; None for any other."""
+    pieces: list[str] = []
+    names: list[str] = []
+    for output in tree.body:
+        for node in output.nodes if isinstance(output, nodes.Output) else [output]:
+            match node:
+                case nodes.TemplateData(data=text):
+                    pieces.append(text.replace("%", "%%"))
+                case nodes.Name(name=name) if name in columns and name not in _RESERVED:
+                    pieces.append("%s")
+                    names.append(name)
+                case _:
+                    return None
+    return "".join(pieces), names
 
 
 def _shown(node: nodes.Node) -> str:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,14 @@ from batchrunner.report.report import Report, report_of_all
 from batchrunner.runner.control import SIGNALS, Control
 from batchrunner.runner.foreground import log_to_stderr, under_signals
 from batchrunner.runner.run import execute
-from batchrunner.runner.status import show_progress
+from batchrunner.runner.status import show_progress, status
 from batchrunner.runner.work import plan_failed_rows
 
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Maximum number of deaths of all workers together. After one more, a dead worker is not restarted. A death
-counts only if Ray reports it as such (ActorDiedError)."""
+"""Maximum number of deaths of a worker in succession between which the run finished no row. After one more,
+the worker is not called again. Deaths between which rows finish have no limit, because nodes come and go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class JobWorker:
             os.environ[GROUP] = group.id.hex()
             os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._control = Control()
+        self._process = secrets.token_hex(8)
+        self._runs = asyncio.Lock()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
         """Run rows of the job until none are left for this worker, and return the report.
@@ -104,10 +106,13 @@ class JobWorker:
         """
         # Relative paths of the job start from the directory of the command.
         shared.enter()
-        return await execute(job, join=True, control=self._control)
+        # After a break of the network, this method is called again while its first call still runs.
+        async with self._runs:
+            return await execute(job, join=True, control=self._control)
 
-    async def wait_until_started(self) -> None:
-        """Return at once. Ray completes this call when the worker runs on a node."""
+    async def process(self) -> str:
+        """Return an ID of this process. Ray completes this call when the worker runs on a node."""
+        return self._process
 
     async def stop(self, reason: str, exit_code: int) -> None:
         """Stop sending rows, and let the rows in flight finish."""
@@ -149,13 +154,13 @@ def run_on_ray(
                 )
             if retry_failed:
                 plan_failed_rows(loaded)
-            # Ray restarts dead actors without limit. `Workers` counts the deaths and sets the limit.
+            # Ray restarts dead actors without limit. `Workers` sets the limit.
             actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
             next_line_at = 0.0
             with contextlib.closing(Workers(loaded, shared, control)) as group:
                 for _ in range(workers):
                     options = _scheduling_options(getattr(loaded.engine, "nodes", 1), cpus, gpus)
-                    group.start(actor_class.options(**options).remote(quiet=quiet))
+                    group.start(Worker(actor_class.options(**options).remote(quiet=quiet)))
                 while await asyncio.to_thread(group.watch):
                     if not quiet and time.monotonic() >= next_line_at:
                         next_line_at = await asyncio.to_thread(show_progress, path, group.working)
@@ -246,6 +251,19 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
         mark.unlink(missing_ok=True)
 
 
+@dataclass(slots=True)
+class Worker:
+    """A worker of a job: an actor, and the deaths of its processes."""
+
+    actor: Any
+    process: Any = None
+    """Ray reference of the ID of its process. It becomes ready when the actor runs on a node."""
+    dead: set[str] = field(default_factory=set)
+    """IDs of the processes that failed since a row of the run finished."""
+    rows_done: int = 0
+    """Number of finished rows of the run at the last of these failures."""
+
+
 class Workers:
     """The workers of a job. Ray starts and restarts them as soon as a node has room."""
 
@@ -254,10 +272,8 @@ class Workers:
         self._shared = shared
         self._control = control
         control.stage = "sending"
-        self._deaths = 0
-        self._actors: dict[Any, tuple[Any, Any]] = {}
-        """Actor of each running worker, by the Ray reference of the worker's report. The second item of each
-        value is a reference that becomes ready when the actor runs."""
+        self._workers: dict[Any, Worker] = {}
+        """The workers that have not ended, by the Ray references of their reports."""
         self._stop_reason: tuple[str, int] | None = None
         """Reason why the workers must stop, and their exit code; None while they may go on."""
         self.error: BatchrunError | None = None
@@ -265,62 +281,81 @@ class Workers:
         self.last: Report | None = None
         """Report of the worker that ended last; None if no worker has ended."""
 
-    def start(self, actor: Any) -> None:
-        """Tell a new or restarted actor to run rows of the job."""
-        report = actor.run.remote(self._job, self._shared)
-        self._actors[report] = actor, actor.wait_until_started.remote()
+    def start(self, worker: Worker) -> None:
+        """Tell a new or restarted worker to run rows of the job."""
+        report = worker.actor.run.remote(self._job, self._shared)
+        worker.process = worker.actor.process.remote()
+        self._workers[report] = worker
 
     @property
     def working(self) -> int:
         """Number of workers that Ray has placed."""
-        return sum(_is_ready(placed) for _, placed in self._actors.values())
+        return sum(_is_ready(worker.process) for worker in self._workers.values())
 
     def watch(self) -> bool:
         """Wait a moment, and handle the workers that ended; tell whether to call this method again."""
-        ready, _ = ray.wait(list(self._actors), timeout=TIMING.ray_poll)
+        ready, _ = ray.wait(list(self._workers), timeout=TIMING.ray_poll)
         for reference in ready:
-            actor, _ = self._actors.pop(reference)
+            worker = self._workers.pop(reference)
             try:
                 self.last = ray.get(reference)
             except RayTaskError as failure:
                 self._record_failure(failure.cause)
-            except RayError as failure:
-                # The actor, its process or its node is dead or unreachable.
-                if self._start_again(actor, failure):
+            except ActorUnavailableError as failure:
+                # The connection to the actor is lost. If the actor is dead, Ray restarts it. While Ray finds
+                # out, it may raise this error many times.
+                time.sleep(TIMING.ray_poll)
+                self._count_death(worker)
+                if self._stop_reason is None and len(worker.dead) <= MOST_DEATHS:
+                    log.warning(
+                        "a worker died or cannot be reached, and is started again: %s", _first_line(failure)
+                    )
+                    self.start(worker)
                     continue
+                self._record_failure(
+                    BatchrunError(
+                        f"a worker died {len(worker.dead)} times in succession, and no row finished between "
+                        f"its deaths; the last one: {_first_line(failure)}",
+                        hint="see its log (`ray logs`) and run the same command again: it resumes",
+                    )
+                )
+            except RayError as failure:
+                # Ray cannot start the actor, or somebody has killed it for good.
                 self._record_failure(failure)
             # The worker has ended for good. Killing its actor frees its cores and GPUs.
-            ray.kill(actor)
+            ray.kill(worker.actor)
         self._stop_if_over()
         # A second signal ends the command at once, without waiting for the workers.
         must_wait = not self._control.at_once
-        return bool(self._actors) and must_wait
+        return bool(self._workers) and must_wait
 
-    def _start_again(self, actor: Any, failure: RayError) -> bool:
-        """Call an actor again that died or is unreachable; return False if its worker ends for good.
+    def _count_death(self, worker: Worker) -> None:
+        """Add the process of a failed worker to `dead`; forget the ones before if the run finished rows."""
+        try:
+            process = ray.get(worker.process, timeout=0)
+        except RayError:
+            # The connection was lost before the process told its ID.
+            return
+        if process in worker.dead:
+            return
+        rows_done = self._rows_done()
+        if rows_done > worker.rows_done:
+            worker.dead.clear()
+        worker.rows_done = rows_done
+        worker.dead.add(process)
 
-        A worker ends for good while the workers are stopping, and after MOST_DEATHS deaths of all workers.
-        """
-        may_be_alive = isinstance(failure, ActorUnavailableError)
-        if may_be_alive:
-            # The connection is lost, and Ray does not know yet whether the actor died. While it finds out, it
-            # may raise this error many times, so the error does not count as a death.
-            time.sleep(TIMING.ray_poll)
-        else:
-            self._deaths += 1
-        if self._stop_reason is not None or self._deaths > MOST_DEATHS:
-            return False
-        what_happened = "died or cannot be reached" if may_be_alive else "died"
-        log.warning("a worker %s, and is started again: %s", what_happened, _first_line(failure))
-        # If the actor died, Ray restarts it behind this handle (`max_restarts`).
-        self.start(actor)
-        return True
+    def _rows_done(self) -> int:
+        """Return the number of finished rows of the run; 0 if it has not begun."""
+        try:
+            return status(self._job.output.path, watch=False).rows_on_disk
+        except OutputError:
+            return 0
 
     def close(self) -> None:
         """Kill the workers that have not ended."""
-        for actor, _ in self._actors.values():
-            ray.kill(actor)
-        self._actors.clear()
+        for worker in self._workers.values():
+            ray.kill(worker.actor)
+        self._workers.clear()
 
     def _record_failure(self, cause: Any) -> None:
         """Keep the error of a worker in `error`, unless the workers are stopping anyway."""
@@ -333,7 +368,7 @@ class Workers:
             )
         # The command prints the error with which it ends: that of the last worker, or that of an invalid job.
         # Any other error is logged here.
-        if self._actors and cause.exit_code != EXIT_WRONG:
+        if self._workers and cause.exit_code != EXIT_WRONG:
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
             # The error of an invalid job takes precedence over that of a lost engine.
@@ -351,13 +386,13 @@ class Workers:
                 self._stop_reason = "the run is over", EXIT_TERMINATED
             else:
                 return
-        for reference, (actor, placed) in list(self._actors.items()):
-            if _is_ready(placed):
+        for reference, worker in list(self._workers.items()):
+            if _is_ready(worker.process):
                 # The actor runs, so it can let its rows in flight finish.
-                actor.stop.remote(*self._stop_reason)
+                worker.actor.stop.remote(*self._stop_reason)
             else:
-                del self._actors[reference]
-                ray.kill(actor)
+                del self._workers[reference]
+                ray.kill(worker.actor)
 
     def _is_over(self) -> bool:
         """Tell whether no rows remain, the job is invalid, or a limit of the job is reached.

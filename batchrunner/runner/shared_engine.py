@@ -99,6 +99,8 @@ class SharedEngine:
         features = {*(job.output.columns or ())}
         if job.sampling.lora_path is not None:
             features.add("sampling.lora_path")
+        if job.sampling.n > 1:
+            features.add("sampling.n")
         for feature in sorted(features.intersection(self.info.unsupported)):
             raise EngineStartError(
                 f"{feature}: the engine does not support this: {self.info.unsupported[feature]}"

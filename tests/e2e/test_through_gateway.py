@@ -476,8 +476,49 @@ def test_prefill_and_decode_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(rows_at(prefill)) == len(rows_at(decode)) == 60
     note = next(note for note in report.engine["notes"] if "rows go through" in note)
     assert "only the gateway joins prefill and decode" in note
+    assert "consistent_hashing" not in note  # which would be of no use
     schedulers = {signal["scheduler"] for sample in log_of(job, "sample") for signal in sample["signals"]}
     assert schedulers <= {gateway.url}
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_the_decode_worker_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway uses it all the time: its rows wait, and no window shrinks because of them."""
+    with FakeSGLang() as prefill, ThreadPoolExecutor(1) as thread:
+        decode = FakeSGLang()
+        url = decode.__enter__().url
+        returned = FakeSGLang(port=int(url.rpartition(":")[2]))
+        gateway = RealGateway(
+            *("--pd-disaggregation", "--prefill", prefill.url, "none", "--decode", url),
+            *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
+        )
+        monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+        replacing: list[Future[Any]] = []
+
+        def replace() -> None:
+            decode.__exit__()
+            rows_before = len(rows_at(prefill))
+            eventually(lambda: len(rows_at(prefill)) > rows_before + 20)  # which have no decode worker
+            returned.__enter__()
+
+        def script(_: Sent) -> Behaviour:
+            if len(rows_at(decode)) > 20 and not replacing:
+                replacing.append(thread.submit(replace))
+            return "answer"
+
+        decode.script = script
+        try:
+            eventually(lambda: gateway.listed().keys() == {prefill.url, url})
+            job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url}, rows=200)
+            report = batchrunner.run(job)
+            replacing[0].result()
+        finally:
+            returned.__exit__()
+            gateway.end()
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 200, 0)
+    assert rows_in(job) == list(range(200))
+    assert report.retries > 20
+    assert not [change for change in log_of(job, "window") if "502" in change["reason"]]
 
 
 def test_a_key_that_may_send_rows_and_not_list_workers(

@@ -1,5 +1,7 @@
 """Templates and filters of any kind: columns of any name, nulls, bytes, and a template that never ends."""
 
+import math
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from pyarrow import csv
 
 import batchrunner
+from batchrunner.input.templates import Template
 from tests.conftest import (
     job_of,
     results_of,
@@ -77,6 +80,20 @@ def test_what_is_null_is_named(tmp_path: Path, template: str, error: str) -> Non
     (row,) = results_of(job)
     assert row["error"].startswith("template: ")
     assert row["error"].endswith(error)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "100 %s {{ b }}", 7, 2.50, 1e300, math.nan, True, date(2026, 1, 31), ["x"]]
+)
+@pytest.mark.parametrize(
+    "source", ["{{ a }}", "100 % of {{ a }}: {{ range }}%{{- a }}\n", "5 %%s {{ a }}\n\n"]
+)
+def test_a_template_that_only_prints_columns_is_a_template(source: str, value: object) -> None:
+    """Its text is the same beside an empty condition, which needs all of Jinja2."""
+    row = {"a": value, "range": "%d"}
+    with_condition = "{% if true %}{% endif %}" + source
+    plain, general = (Template(text, where="prompt.text", available=row) for text in (source, with_condition))
+    assert plain.render(row) == general.render(row)
 
 
 def test_a_hint_about_names_where_one_is_at_fault(tmp_path: Path) -> None:

@@ -37,18 +37,23 @@ def tasks_of(run: Path) -> list[TaskStatus]:
     return []
 
 
+def working_tasks(run: Path) -> set[int]:
+    """Return the process IDs of the tasks that have rows in flight."""
+    samples = {str(task.running): task.last_sample for task in tasks_of(run)}
+    return {
+        int(running.split("pid ")[1].split()[0])
+        for running, sample in samples.items()
+        if sample and sample.in_flight
+    }
+
+
 def at_work(run: Path, count: int) -> set[int]:
     """Return the process IDs of the tasks that have rows in flight, once there are so many."""
     pids: set[int] = set()
 
     def are_there() -> bool:
-        samples = {str(task.running): task.last_sample for task in tasks_of(run)}
         pids.clear()
-        pids.update(
-            int(running.split("pid ")[1].split()[0])
-            for running, sample in samples.items()
-            if sample and sample.in_flight
-        )
+        pids.update(working_tasks(run))
         return len(pids) == count
 
     eventually(are_there)
@@ -172,6 +177,21 @@ def test_bad_options_are_one_line(options: list[Any], said: str, tmp_path: Path)
     assert re.search(said, refused(tmp_path, *options))
 
 
+def test_a_worker_that_dies_again_and_again_ends(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
+    """A worker is not started a sixth time if no row has finished between its deaths."""
+    server.script = lambda sent: "hold" if sent.row >= 10 else "answer"
+    job = job_of(tmp_path, server, rows=4000)
+    dead = set[int]()
+    with started("ray", write_job(job, tmp_path), "--workers", 1, "--address", nodes.address) as command:
+        for _ in range(6):
+            eventually(lambda: bool(working_tasks(tmp_path / "run") - dead))
+            pid = (working_tasks(tmp_path / "run") - dead).pop()
+            os.kill(pid, signal.SIGKILL)
+            dead.add(pid)
+        assert command.end() == 1
+    assert any("a worker died 6 times in succession, and no row finished" in line for line in command.lines)
+
+
 def test_a_worker_out_of_reach_has_not_died(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,8 +208,11 @@ def test_a_worker_out_of_reach_has_not_died(
     from batchrunner.runner.control import Control  # noqa: PLC0415
 
     answers: list[Any] = [*[ActorUnavailableError("RPC error", None)] * 9, Report("run", rows_total=0)]
+    process = object()
 
-    def get(_: object) -> object:
+    def get(reference: object, timeout: float | None = None) -> object:
+        if reference is process:
+            return "the same process"
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -199,8 +222,10 @@ def test_a_worker_out_of_reach_has_not_died(
     monkeypatch.setattr(whole_job, "ray", fake)
     monkeypatch.setattr(TIMING, "ray_poll", 0.0)
     workers = whole_job.Workers(load_job(job_of(tmp_path)), whole_job.SharedPath(None, None), Control())
-    remote = SimpleNamespace(remote=lambda *_: object())
-    workers.start(SimpleNamespace(run=remote, wait_until_started=remote, stop=remote))
+    actor = SimpleNamespace(
+        run=SimpleNamespace(remote=lambda *_: object()), process=SimpleNamespace(remote=lambda: process)
+    )
+    workers.start(whole_job.Worker(actor))
     while workers.watch():
         pass
     assert workers.error is None

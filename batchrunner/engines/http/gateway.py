@@ -34,6 +34,7 @@ from batchrunner.core.errors import (
     EngineDownError,
     EngineStartError,
     RequestError,
+    RowRefusedError,
 )
 from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
@@ -47,7 +48,7 @@ from batchrunner.engines.http.gateway_workers import (
     GatewayWorker,
     LoadEstimate,
     WorkerWatch,
-    sum_of,
+    report_of_halves,
     urls_in_use,
 )
 from batchrunner.engines.http.guard import common_model, refuse_another
@@ -59,6 +60,7 @@ from batchrunner.engines.http.server_info import (
     describe,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
+from batchrunner.input.request_bodies import fields_of
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
@@ -93,6 +95,10 @@ NO_WORKER_CODES = frozenset({"no_available_workers", "no_healthy_workers", "no_w
 """Error codes of a request for which the gateway has no worker now."""
 UNCONNECTED_CODE = "call_upstream_connection_failed"
 """Error code of a request for which the gateway could not connect to the worker."""
+HALF_AWAY_CODE = "PD disaggregation request failed"
+"""Error code of a request whose connection to its prefill or decode worker failed. The worker may have died
+with the request, or it was down before: the gateway uses a worker that is down until its next health check.
+So the request does not count as one that was in flight at a death."""
 CUT_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
 """Prefixes of the error codes of a request whose connection from the gateway to the worker broke before the
 answer."""
@@ -114,6 +120,13 @@ GRPC_UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(OF_TOKENS, _NO_TEXTS),
 }
 """Parts of a job that gRPC workers cannot do, and why."""
+ONE_COMPLETION = (
+    "with prefill and decode apart, SGLang does not answer a request for several completions (0.5.23)"
+)
+"""Reason why the gateway gets no requests with `n` above 1. All completions would use one transfer of the KV
+cache, and wait for it forever (https://github.com/sgl-project/sglang/pull/30723)."""
+HALVES_UNSUPPORTED: Mapping[str, str] = {"sampling.n": ONE_COMPLETION}
+"""Parts of a job that prefill and decode workers cannot do, and why."""
 
 
 class _GatewayError(msgspec.Struct):
@@ -151,7 +164,7 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
         return None
     error = error_of(answer.status, answer.content, answer.retry_after)
     message = f"the gateway: {error}"
-    if code in NO_WORKER_CODES or code == UNCONNECTED_CODE:
+    if code in NO_WORKER_CODES or code in {UNCONNECTED_CODE, HALF_AWAY_CODE}:
         return EngineDownError(message)
     if code.startswith(LIMIT_CODES):
         return EngineBusyError(message, getattr(error, "retry_after_s", None))
@@ -319,6 +332,8 @@ class ThroughGateway(HttpEngine):
         self._next_search_at = 0.0
         """If the gateway sent a row to a wrong worker, routing keys are searched again, but not before this
         time (seconds of the monotonic clock)."""
+        self._has_halves = False
+        """Whether prefill and decode are apart."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._is_away = False
@@ -358,6 +373,7 @@ class ThroughGateway(HttpEngine):
         peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
         keys = {} if peculiarity else await self._keys_of(self._in_use)
         self._has_keys = bool(keys)
+        self._has_halves = any(worker.worker_type == "decode" for worker in workers)
         for url, key in keys.items():
             self._workers.see(url).key = key
         # Without routing keys, the gateway is the only route.
@@ -378,14 +394,25 @@ class ThroughGateway(HttpEngine):
             one_by_one=peculiarity or info.one_by_one,
             only_short_share=f"{DROPS_INTERVAL}, and a bundle has an event for each token",
             prefix_rows_alone=not self._has_keys,
-            unsupported=GRPC_UNSUPPORTED if any(worker.is_grpc for worker in workers) else {},
+            unsupported=self._unsupported(workers),
             notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),
         )
+
+    def _unsupported(self, workers: Sequence[GatewayWorker]) -> dict[str, str]:
+        """Return the parts of a job that the workers cannot do, and why."""
+        unsupported = dict[str, str]()
+        if any(worker.is_grpc for worker in workers):
+            unsupported |= GRPC_UNSUPPORTED
+        if self._has_halves:
+            unsupported |= HALVES_UNSUPPORTED
+        return unsupported
 
     def _note(self, workers: Sequence[GatewayWorker]) -> str:
         """Return a note for the user: why rows go through the gateway, and who chooses their worker."""
         if self._has_keys:
             choice = "each worker gets its rows by a routing key"
+        elif any(worker.peculiarity for worker in workers):
+            choice = "the gateway chooses the worker of each row"
         else:
             choice = (
                 "the gateway chooses the worker of each row (with --policy consistent_hashing and "
@@ -433,6 +460,15 @@ class ThroughGateway(HttpEngine):
         key = self._workers.see(endpoint.url).key if self._has_keys else None
         headers = {} if key is None else {self._key_header: key}
         return GatewaySender(self._row_session, URL(endpoint.address + path), headers, self._workers)
+
+    def _refuse_unsendable(self, request: Request) -> None:
+        """Raise RowRefusedError for a row of a batch file that would get no answer; see `ONE_COMPLETION`."""
+        super()._refuse_unsendable(request)
+        if self._has_halves and request.kind == "body":
+            field_n = fields_of(request.prompt.content).get("n")
+            count = None if field_n is None else msgspec.json.decode(field_n)
+            if isinstance(count, int) and count > 1:
+                raise RowRefusedError(f"n: {ONE_COMPLETION}")
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:  # noqa: ARG002
         """Return None, because a gateway does not pass on `/v1/tokenize` to its workers."""
@@ -564,11 +600,7 @@ class ThroughGateway(HttpEngine):
         return round(worker.load * self._rows_per_request())
 
     def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for all prefill and decode workers, because each row needs a worker of each type.
-
-        Rows wait at the prefill workers first. Running requests and token usage are those of the decode
-        workers.
-        """
+        """Return one load for all prefill and decode workers; see `report_of_halves`."""
         decoding = [worker for worker in workers if worker.worker_type == "decode"]
         # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
         counts = [worker.load for worker in decoding if worker.load is not None]
@@ -576,11 +608,7 @@ class ThroughGateway(HttpEngine):
         # If the count of a worker is missing, the sum is unknown, and only the run's own rows count.
         requests_at_gateway = sum(counts) if len(counts) == len(decoding) else 0
         in_flight = max(requests_at_gateway, rows_of_run)
-        report = sum_of([worker.report for worker in decoding])
-        report_of_all = sum_of([worker.report for worker in workers])
-        report.num_waiting_reqs = report_of_all.num_waiting_reqs
-        report.reported_at = report_of_all.reported_at
-        self._halves_load.observe(report, in_flight)
+        self._halves_load.observe(report_of_halves(workers), in_flight)
         return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
 
     def _rows_per_request(self) -> float:

@@ -48,6 +48,11 @@ class _Memory(msgspec.Struct):
     weight_gb: float | None = None
 
 
+class _QueueLengths(msgspec.Struct):
+    waiting: Requests = 0
+    """Number of requests that wait for a place in a batch. In a decode worker, their KV cache has arrived."""
+
+
 class WorkerLoad(msgspec.Struct, kw_only=True):
     """Load report of one scheduler, or the sum over the schedulers of a worker."""
 
@@ -58,6 +63,7 @@ class WorkerLoad(msgspec.Struct, kw_only=True):
     max_total_num_tokens: int | None = None
     max_running_requests: int | None = None
     memory: _Memory | None = None
+    queues: _QueueLengths | None = None
     reported_at: Any = None
     """Time of the report by the worker's clock, as text; None if the gateway does not return it."""
 
@@ -144,8 +150,18 @@ class GatewayWorker(msgspec.Struct):
     @property
     def weights_gb(self) -> float | None:
         """Memory of the model's weights on one GPU, in GB; None if no load report has it."""
-        loads = self.engine_load.loads if self.engine_load is not None else []
+        loads = self._scheduler_loads
         return next((load.memory.weight_gb for load in loads if load.memory is not None), None)
+
+    @property
+    def waiting_for_batch(self) -> int:
+        """Number of requests in the last load report that wait for nothing but a place in a batch."""
+        return sum(load.queues.waiting for load in self._scheduler_loads if load.queues is not None)
+
+    @property
+    def _scheduler_loads(self) -> Sequence[WorkerLoad]:
+        """Last load report of each scheduler; empty before the first."""
+        return self.engine_load.loads if self.engine_load is not None else []
 
     def _number(self, label: str) -> int | None:
         """Return the value of a label as a number; None if the label is missing or not a number."""
@@ -186,6 +202,24 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
         max_running_requests=_sum_if_all_known(running_limits),
         reported_at=[load.reported_at for load in loads],
     )
+
+
+def report_of_halves(workers: Sequence[GatewayWorker]) -> WorkerLoad:
+    """Return one load report for all prefill and decode workers, because each row needs one of each type.
+
+    Running requests, token usage and limits are those of the decode workers. SGLang has every request at a
+    prefill and at a decode worker from the beginning, and counts it as waiting at both. So `num_waiting_reqs`
+    of the decode workers is left out: it has the requests that wait for their prefill a second time, and
+    requests whose prefill or transfer is under way. Only requests count that have been transferred and wait
+    for a place in a batch.
+    """
+    decoding = [worker for worker in workers if worker.worker_type == "decode"]
+    report = sum_of([worker.report for worker in decoding])
+    other_reports = [worker.report for worker in workers if worker.worker_type != "decode"]
+    report.num_waiting_reqs = sum(worker.waiting_for_batch for worker in decoding)
+    report.num_waiting_reqs += sum(other.num_waiting_reqs for other in other_reports)
+    report.reported_at = [worker.report.reported_at for worker in workers]
+    return report
 
 
 REPORTS_KEPT = 3
@@ -263,6 +297,10 @@ class LoadEstimate:
 SAME_WEIGHTS = 0.05
 """If two measurements of the weights' memory differ by at most this fraction, they come from the same model.
 SGLang measures the memory at each start, and other processes on the GPU change the result a little."""
+SAME_WEIGHTS_GB = 0.1
+"""If two measurements of the weights' memory differ by at most this many GB, they come from the same model.
+SGLang takes the difference of the free memory before and after loading, which other processes change too: a
+model of 13 MB was measured with 0.009 to 0.021 GB on one machine (0.5.23 on a CPU)."""
 
 
 NO_REPORT = ""
@@ -305,7 +343,7 @@ class WorkerWatch:
             return
         if self._weights_gb is None:
             self._weights_gb = weights_gb
-        if not math.isclose(weights_gb, self._weights_gb, rel_tol=SAME_WEIGHTS):
+        if not math.isclose(weights_gb, self._weights_gb, rel_tol=SAME_WEIGHTS, abs_tol=SAME_WEIGHTS_GB):
             raise another_model(self.url, "weight_gb", str(self._weights_gb), str(weights_gb))
         reported_at = worker.report.reported_at
         if self.in_doubt and self._report_before is None and reported_at is not None:

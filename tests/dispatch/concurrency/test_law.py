@@ -338,8 +338,8 @@ def test_a_small_fast_engine_is_kept_full(late_s: float) -> None:
 def test_the_gauges_of_a_card() -> None:
     """They begin late, are up to 1.7 s apart, and are read right: the window stays a queue above the places.
 
-    What the law read on an H200 whose 2,048 places were full (`benchmarks.card graphs`) is played back: at
-    first nothing has arrived, which is no empty queue, and a pool half used is no server that holds back.
+    What the law read on an H200 whose 2,048 places were full is played back: at first nothing has arrived,
+    which is no empty queue, and a pool half used is no server that holds back.
     """
     log = ROOT / "tests" / "support" / "logs" / "h200_slots_full.readings"
     told = [json.loads(line) for line in log.read_text().splitlines()]

@@ -18,6 +18,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import CHAT_PATH, RequestBody
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.gateway import ThroughGateway, code_of, refusal_of
 from batchrunner.engines.http.gateway_workers import GatewayQuestions
@@ -44,6 +45,7 @@ def refused(status: int, code: str | int, kind: str = "server_error") -> WholeAn
         (refused(503, "no_available_workers"), EngineDownError),
         (refused(404, "model_not_found", "invalid_request_error"), EngineDownError),
         (refused(500, "call_upstream_connection_failed"), EngineDownError),
+        (refused(502, "PD disaggregation request failed"), EngineDownError),
         (refused(502, "call_upstream_request_failed"), EngineDiedError),
         (refused(504, "request_timeout"), AttemptFailedError),
         (refused(500, "call_upstream_timeout"), AttemptFailedError),
@@ -221,6 +223,41 @@ async def test_one_route_where_no_key_is_kept() -> None:
         loads = await engine.loads()
         assert [load.route for load in loads] == [engine.url] * 2
         assert {load.scheduler.rpartition("#")[2] for load in loads} == {w["url"] for w in gateway.workers}
+
+
+async def test_the_load_of_prefill_and_decode() -> None:
+    """A row that waits for its prefill is listed as waiting by both workers, and counts once."""
+    gateway = FakeGateway()
+    reports = {
+        # Of 44 requests, 10 wait for their prefill, 22 for their KV cache, and 9 for a place in a batch.
+        "prefill": {"num_waiting_reqs": 10, "token_usage": 0.9, "queues": {"waiting": 2}},
+        "decode": {
+            "num_running_reqs": 3, "num_waiting_reqs": 41, "token_usage": 0.1, "queues": {"waiting": 9},
+            "max_running_requests": 32,
+        },
+    }  # fmt: skip
+    for worker, (kind, report) in zip(gateway.workers, reports.items(), strict=True):
+        worker |= {"worker_type": kind, "load": 44, "engine_load": {"timestamp": "1", "loads": [report]}}
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        (load,) = await engine.loads()
+        assert info.routes == (load.route,) == (engine.url,)
+        assert (load.running, load.queue, load.token_usage, load.max_running) == (25, 19, 0.1, 32)
+
+
+async def test_several_completions_of_a_row_of_a_batch_file() -> None:
+    """Prefill and decode workers never answer such a row, so that it is refused before it is sent."""
+    gateway = FakeGateway()
+    for worker, kind in zip(gateway.workers, ("prefill", "decode"), strict=True):
+        worker["worker_type"] = kind
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert "several completions" in info.unsupported["sampling.n"]
+        body = RequestBody(CHAT_PATH, b'{"messages": [], "n": 2}', "m", 0)
+        row = request(0, "")._replace(kind="body", prompt=body, sampling={})
+        with pytest.raises(RowRefusedError, match="n: with prefill and decode apart"):
+            await engine.generate(row, info.routes[0])
+        assert not gateway.sent
 
 
 async def test_a_worker_that_is_down_gets_a_key_once_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,3 +235,12 @@ def test_a_worker_is_in_doubt_until_a_newer_report() -> None:
     assert not watch.in_doubt
     with pytest.raises(AnotherModelError, match=r"the memory of the weights in GB was '15.0' and is '20.0'"):
         watch.observe(listed(20.0, "7"))
+
+
+def test_the_weights_of_a_small_model() -> None:
+    """Other processes change the free memory by more than a twentieth of its weights while it loads."""
+    watch = WorkerWatch(WORKER)
+    for at, weights_gb in enumerate((0.009, 0.021, 0.0)):
+        watch.observe(listed(weights_gb, str(at)))
+    with pytest.raises(AnotherModelError):
+        watch.observe(listed(0.2, "3"))
