@@ -703,13 +703,15 @@ def _ngrams(server: Server) -> list[str]:
 
     With NGRAM, SGLang refuses DP attention, and most attention backends with KV pages of several tokens. On
     GPUs of makers other than NVIDIA, it decodes greedily, whatever the temperature. For a mixture of experts
-    the gain is unknown, because more checked tokens read more experts.
+    the gain is unknown, because more checked tokens read more experts. A hybrid model would need a state for
+    each checked token (`_handle_max_mamba_cache` in kv_cache_configurator.py).
     """
     facts, arguments = server.facts, server.facts.arguments
     pages_fit = arguments.get("page_size") in {None, 1} or arguments.get("attention_backend") == "flashinfer"
     is_refused = facts.attn_dp > 1 or not pages_fit
     changes_answers = facts.architecture is None or not server.speculates_exactly
-    if arguments.get("speculative_algorithm") or is_refused or changes_answers or facts.is_moe:
+    costs_too_much = facts.is_moe or facts.states is not None
+    if arguments.get("speculative_algorithm") or is_refused or changes_answers or costs_too_much:
         return []
     return ["NGRAM"] if server.ngram_speedup >= LEAST_SPEEDUP else []
 
