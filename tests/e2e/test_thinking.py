@@ -24,16 +24,16 @@ CHAT = {"user": "{{ text }}"}
 
 
 def thinks(tokens: int) -> Callable[[Sent], Body]:
-    """Return a script in which each answer comes after so much thinking."""
+    """Return a script in which each answer comes after so much thinking, and the end tag."""
 
     def script(sent: Sent) -> Body:
         reply = answer(sent, "An answer.")
         if sent.path == "/generate":
-            reply["meta_info"]["reasoning_tokens"] = tokens
+            reply["meta_info"]["reasoning_tokens"] = tokens + 1
         else:
-            reply["usage"]["reasoning_tokens"] = tokens
+            reply["usage"]["reasoning_tokens"] = tokens + 1
             for choice in reply["choices"]:
-                choice.get("meta_info", {})["reasoning_tokens"] = tokens
+                choice.get("meta_info", {})["reasoning_tokens"] = tokens + 1
         return Body(json.dumps(reply).encode())
 
     return script
