@@ -64,6 +64,8 @@ class Server:
     """Maximum size of the KV pool, in tokens, that the memory of a machine without a GPU allows."""
     media: bool | None = None
     """Whether prompts have images, sounds or videos; None if unknown."""
+    raises_running: bool = True
+    """Whether `--max-running-requests` may be raised."""
     why: str = ""
     """Log line that names the cause of the server's death; empty if the server did not die."""
 
@@ -474,10 +476,9 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     # The state pool gets at most the fraction MOST_STATES of the memory.
     most_with_states = (MOST_STATES - share_of_slot) / share_for_states
     requests = int(min(most_in_both, most_with_states, MOST_RUNNING))
+    # If `state_args` cannot raise the limit of running requests, a larger pool would be of no use.
     allowed = _allowed_running(server)
-    # If the flag allows clearly more requests than run now, the pool grows only as far as the flag allows.
-    # If not, `state_args` raises the flag together with the pool.
-    if allowed is not None and allowed >= LARGER_POOL * pool.most_running:
+    if allowed is not None and not server.raises_running:
         requests = min(requests, allowed)
     return requests * per_request
 
