@@ -310,6 +310,10 @@ class EngineDownError(EngineBusyError):
     """The engine, or a replica behind a gateway, accepts no connection: it is down or still starting."""
 
 
+class UnreachedError(EngineDownError):
+    """A gateway has no worker for the row, or cannot reach the worker. So the row cannot be at fault."""
+
+
 class EngineDiedError(EngineDownError):
     """The engine died while it processed the row, possibly because of the row."""
 

@@ -30,6 +30,7 @@ from batchrunner.core.errors import (
     PreemptedError,
     RequestError,
     RowRefusedError,
+    UnreachedError,
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import CHAT_PATH, CLASSIFY_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, Request
@@ -57,6 +58,8 @@ class FailureKind(Enum):
     """The server refuses the row for now."""
     DOWN = auto()
     """The server accepts no connection."""
+    UNREACHED = auto()
+    """A gateway could not send the row to any server."""
     DIED = auto()
     """The server died while it had the row."""
 
@@ -64,6 +67,7 @@ class FailureKind(Enum):
 KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
     (PreemptedError, FailureKind.PREEMPTED),
     (EngineDiedError, FailureKind.DIED),
+    (UnreachedError, FailureKind.UNREACHED),
     (EngineDownError, FailureKind.DOWN),
     (EngineBusyError, FailureKind.BUSY),
     (NoAnswerError, FailureKind.NO_ANSWER),
@@ -76,7 +80,7 @@ REJECTED = {FailureKind.INVALID, FailureKind.REFUSED}
 FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
 """Kinds of failures for which the row may be at fault. After `limits.max_attempts` such failures the row ends
 with an error."""
-UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
+UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.UNREACHED, FailureKind.DIED}
 """Kinds of failures of a server that could not serve the row. The row is at fault only if there is evidence
 against it."""
 REFUSED_FOR_NOW = {FailureKind.BUSY, FailureKind.DOWN}

@@ -5,6 +5,7 @@ A step is a change of flags with which one server of the run is restarted.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ def steps_for(
     whether a flag may be changed; the job's own flags may not.
     """
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
+    situation = replace(situation, raises_running=may_change("max-running-requests"))
     steps: list[tuple[Step, float]] = []
     for advice in apply_all(situation, flags):
         args = {**advice.args, **advice.env}

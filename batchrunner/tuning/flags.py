@@ -64,6 +64,8 @@ class Server:
     """Maximum size of the KV pool, in tokens, that the memory of a machine without a GPU allows."""
     media: bool | None = None
     """Whether prompts have images, sounds or videos; None if unknown."""
+    raises_running: bool = True
+    """Whether `--max-running-requests` may be raised."""
     why: str = ""
     """Log line that names the cause of the server's death; empty if the server did not die."""
 
@@ -465,17 +467,18 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     pool, share = server.facts.states, server.facts.state_share
     if pool is None or not share or server.running < 1:
         return 0
-    # A request takes these fractions of the two pools' common memory, for its states and for its tokens.
-    share_for_states = per_request * size * share / pool.slots
+    # These are fractions of the two pools' common memory: of one state slot, and of a request's states and
+    # tokens. SGLang allocates one slot more than it uses.
+    share_of_slot = size * share / (pool.slots + 1)
+    share_for_states = per_request * share_of_slot
     share_for_tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
-    most_in_both = 1 / (share_for_states + share_for_tokens)
+    most_in_both = (1 - share_of_slot) / (share_for_states + share_for_tokens)
     # The state pool gets at most the fraction MOST_STATES of the memory.
-    most_with_states = MOST_STATES / share_for_states
+    most_with_states = (MOST_STATES - share_of_slot) / share_for_states
     requests = int(min(most_in_both, most_with_states, MOST_RUNNING))
+    # If `state_args` cannot raise the limit of running requests, a larger pool would be of no use.
     allowed = _allowed_running(server)
-    # If the flag allows clearly more requests than run now, the pool grows only as far as the flag allows.
-    # If not, `state_args` raises the flag together with the pool.
-    if allowed is not None and allowed >= LARGER_POOL * pool.most_running:
+    if allowed is not None and not server.raises_running:
         requests = min(requests, allowed)
     return requests * per_request
 
@@ -507,9 +510,10 @@ def state_args(
         size_flag = "max-mamba-cache-size"
         return {size_flag: int(as_flag(server.facts, size_flag, slots)), **args}
     # Share of both pools' memory that the state pool takes now, and will take. It grows with the number of
-    # slots and with the size of a state. One slot more is counted, so that rounding leaves at least `slots`.
+    # slots, of which SGLang allocates one more than it uses, and with the size of a state. Half a slot more
+    # is counted, so that rounding leaves at least `slots`.
     present_share = server.facts.state_share or 0.0
-    new_share = (slots + 1) * size * present_share / pool.slots
+    new_share = min(MOST_STATES, (slots + 1.5) * size * present_share / (pool.slots + 1))
     # The flag is the memory of the state pool, divided by that of the KV pool.
     ratio = new_share / (1 - new_share)
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100, **args}
@@ -700,13 +704,15 @@ def _ngrams(server: Server) -> list[str]:
 
     With NGRAM, SGLang refuses DP attention, and most attention backends with KV pages of several tokens. On
     GPUs of makers other than NVIDIA, it decodes greedily, whatever the temperature. For a mixture of experts
-    the gain is unknown, because more checked tokens read more experts.
+    the gain is unknown, because more checked tokens read more experts. A hybrid model would need a state for
+    each checked token (`_handle_max_mamba_cache` in kv_cache_configurator.py).
     """
     facts, arguments = server.facts, server.facts.arguments
     pages_fit = arguments.get("page_size") in {None, 1} or arguments.get("attention_backend") == "flashinfer"
     is_refused = facts.attn_dp > 1 or not pages_fit
     changes_answers = facts.architecture is None or not server.speculates_exactly
-    if arguments.get("speculative_algorithm") or is_refused or changes_answers or facts.is_moe:
+    costs_too_much = facts.is_moe or facts.states is not None
+    if arguments.get("speculative_algorithm") or is_refused or changes_answers or costs_too_much:
         return []
     return ["NGRAM"] if server.ngram_speedup >= LEAST_SPEEDUP else []
 

@@ -9,6 +9,7 @@ from batchrunner.core.engine_info import QueueBand
 from batchrunner.sglang.flags import CLIP, Flags, command_line, variables_in
 from batchrunner.tuning.flags import (
     FLAGS,
+    LARGER_POOL,
     LESS_CONSERVATIVE,
     MOST_RUNNING,
     NGRAM,
@@ -202,18 +203,20 @@ def states_full(situation: Situation, flags: Flags) -> Finding | None:
         return None
     settings = (with_companions("states", flag, situation.server, flags) for flag in STATE_LEVERS)
     args = next(filter(None, settings), {})
-    remedies = [command_line(args)]
     pool, pool_size, would_run = situation.facts.states, "", 0
+    if pool is not None:
+        pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
+        # Flag tuning predicts the gain from the number of requests that would run after the change. It is 0
+        # if too little is known.
+        slots_per_request = slots_after(args, pool.per_request)
+        would_run = state_slots(situation.server, slots_per_request) // slots_per_request
+        if 0 < would_run < LARGER_POOL * pool.most_running:
+            args = {}
+    remedies = [command_line(args)]
     if pool is None:
         remedies.append("a larger --mamba-full-memory-ratio or --max-mamba-cache-size")
     elif not args and situation.facts.states_follow_running:
         remedies.append("a larger --max-running-requests, which also sets the number of states")
-    if pool is not None:
-        pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
-        if args:
-            # Flag tuning predicts the gain from the number of requests that would run after the change.
-            slots_per_request = slots_after(args, pool.per_request)
-            would_run = state_slots(situation.server, slots_per_request) // slots_per_request
     # A pool whose number of slots is set by an argument holds no more requests with smaller states.
     has_wide_states = bool(FLAGS["mamba-ssm-dtype"].values("states", situation.server))
     if has_wide_states and not situation.facts.sizes_states:

@@ -129,6 +129,8 @@ class Situation:
     """Facts about the server, from its log and its arguments."""
     client: ClientActivity | None = None
     """Activity of the runner; None if the server does not belong to a run."""
+    raises_running: bool = True
+    """Whether `--max-running-requests` may be raised. Flag tuning leaves the job's own flags as they are."""
 
     @property
     def is_judged(self) -> bool:
@@ -156,6 +158,7 @@ class Situation:
             repeated=self.client.repeated if self.client else 1.0,
             speculates_exactly=self.client is not None and self.client.speculates_exactly,
             media=self.client.media if self.client else None,
+            raises_running=self.raises_running,
             most_pool_tokens=self._most_pool_tokens,
         )
 

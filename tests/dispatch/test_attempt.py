@@ -24,6 +24,7 @@ from batchrunner.core.errors import (
     PreemptedError,
     RequestError,
     RowRefusedError,
+    UnreachedError,
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import EMBEDDINGS_PATH, RequestBody
@@ -61,6 +62,7 @@ def test_each_error_has_a_kind() -> None:
         NoAnswerError("no answer within 600 s"): K.NO_ANSWER,
         EngineBusyError("status 503"): K.BUSY,
         EngineDownError("no connection"): K.DOWN,
+        UnreachedError("no connection to the worker"): K.UNREACHED,
         EngineDiedError("connection lost"): K.DIED,
         PreemptedError("aborted"): K.PREEMPTED,
         RequestError("any other"): K.INVALID,

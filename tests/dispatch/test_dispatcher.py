@@ -12,10 +12,12 @@ from batchrunner.core.errors import (
     AttemptFailedError,
     EngineBusyError,
     EngineDiedError,
+    EngineDownError,
     EngineLostError,
     PreemptedError,
     RequestError,
     RowRefusedError,
+    UnreachedError,
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Outcome, Request
@@ -239,6 +241,18 @@ async def test_an_engine_that_fails_rows_and_refuses_them_meanwhile_is_not_lost(
     run = Run({"a": opens_the_circuit}, max_attempts=3, engine_wait=1e-9)
     await run.send(1)
     assert run.errors() == {0: "status 500"}
+
+
+@pytest.mark.parametrize(("error", "is_blamed"), [(UnreachedError, False), (EngineDownError, True)])
+async def test_a_worker_that_a_gateway_cannot_reach(error: type[EngineDownError], is_blamed: bool) -> None:
+    """A gateway that takes its workers in turn may send the same row to it each time, and no other."""
+
+    def is_in_turn(row: int, times: int) -> RequestError | None:
+        return error("no connection to the worker") if row == 3 and times < 40 else None
+
+    run = Run({"a": is_in_turn}, max_attempts=2)
+    await run.send(200)
+    assert [*run.errors()] == [3] * is_blamed
 
 
 async def test_rows_that_were_returned_do_not_count_the_attempt() -> None:

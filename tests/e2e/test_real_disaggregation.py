@@ -58,6 +58,7 @@ def gateway(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
         gateway = RealGateway(
             *("--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode),
             *("--policy", "round_robin", "--load-monitor-interval", "1"),
+            *("--disable-retries", "--disable-circuit-breaker", "--disable-worker-overload-protection"),
             key=KEY,
         )
         stack.callback(gateway.end)
@@ -77,7 +78,7 @@ def _expected(model_path: Path, prompts: list[list[int]], new_tokens: int) -> li
 
 
 def test_a_job(gateway: RealGateway, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All answers are those of the model's own code, and the prefill worker's prefix cache is told too."""
+    """All answers are those of the model's own code, and the prefill worker reports its cached tokens."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     ids = [[1000 + row % 5] * 60 + [2000 + row % 25] for row in range(100)]
     path = write_rows(tmp_path / "ids.parquet", len(ids), ids=ids)
@@ -87,7 +88,7 @@ def test_a_job(gateway: RealGateway, tiny: Path, tmp_path: Path, monkeypatch: py
         sampling={"max_new_tokens": 12, "ignore_eos": True, "temperature": 0},
     )  # fmt: skip
     report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 100, 0)
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 100, 0)
     assert rows_in(job) == list(range(100))
     rows = results_of(job)
     assert sum(row["cached_tokens"] for row in rows) > 0

@@ -24,16 +24,16 @@ CHAT = {"user": "{{ text }}"}
 
 
 def thinks(tokens: int) -> Callable[[Sent], Body]:
-    """Return a script in which each answer comes after so much thinking."""
+    """Return a script in which each answer comes after so much thinking, and the end tag."""
 
     def script(sent: Sent) -> Body:
         reply = answer(sent, "An answer.")
         if sent.path == "/generate":
-            reply["meta_info"]["reasoning_tokens"] = tokens
+            reply["meta_info"]["reasoning_tokens"] = tokens + 1
         else:
-            reply["usage"]["reasoning_tokens"] = tokens
+            reply["usage"]["reasoning_tokens"] = tokens + 1
             for choice in reply["choices"]:
-                choice.get("meta_info", {})["reasoning_tokens"] = tokens
+                choice.get("meta_info", {})["reasoning_tokens"] = tokens + 1
         return Body(json.dumps(reply).encode())
 
     return script
@@ -161,7 +161,9 @@ def test_a_budget_without_room_for_an_answer(tmp_path: Path, server: FakeSGLang)
     job = thinking_job(tmp_path, server, sampling={"max_new_tokens": 4000, "max_thinking_tokens": 4000})
     outcome = batchrun(write_job(job, tmp_path))
     assert outcome.exit_code == 2
-    assert "max_thinking_tokens (4000) leaves no room for an answer in max_new_tokens (4000)" in outcome.stderr
+    assert (
+        "max_thinking_tokens (4000) leaves no room for an answer in max_new_tokens (4000)" in outcome.stderr
+    )
     assert server.sent == []
 
 

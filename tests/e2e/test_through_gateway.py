@@ -593,6 +593,27 @@ def test_the_decode_worker_goes_and_comes_back(tmp_path: Path, monkeypatch: pyte
     assert not [change for change in log_of(job, "window") if "502" in change["reason"]]
 
 
+@pytest.mark.usefixtures("quick_retries")
+def test_one_of_two_decode_workers_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway sends every other row to it in vain: they are sent again, and none ends with an error."""
+    with FakeSGLang() as prefill, FakeSGLang() as decode:
+        down = FakeSGLang()
+        down.__enter__()
+        gateway = RealGateway(
+            *("--pd-disaggregation", "--prefill", prefill.url, "none", "--policy", "round_robin"),
+            *("--decode", decode.url, "--decode", down.url, "--disable-retries"),
+        )
+        monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+        try:
+            eventually(lambda: len(gateway.listed()) == 3)
+            down.__exit__()
+            job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url}, rows=40)
+            report = batchrunner.run(job)
+        finally:
+            gateway.end()
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 40, 0)
+
+
 def test_a_key_that_may_send_rows_and_not_list_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

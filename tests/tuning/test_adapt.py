@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from batchrunner.tuning.adapt import EXPECTED, gain_over_others, steps_for
+from batchrunner.tuning.adapt import EXPECTED, RESERVATION_FLAG, gain_over_others, steps_for
 from batchrunner.tuning.space import Args
 from tests.support.tuning_lab import FAST_GPU, ROWS, Hybrid, Lab, live
 
@@ -76,6 +76,35 @@ def test_a_limit_of_running_requests_rises_with_the_state_pool(args: Args) -> No
     assert after > 1.15 * before
     # If the job sets the limit, the pool is not changed either.
     assert steps_for(situation, {}, lambda name: name != "max-running-requests") == []
+
+
+def test_a_state_pool_grows_up_to_the_jobs_limit_of_running_requests() -> None:
+    """A job that lets more requests run than the pool holds gets a pool for as many, and no larger one."""
+    lab = Lab(ROWS, max_running=2048, cost=FAST_GPU, hybrid=Hybrid())
+    args: Args = {"mamba-radix-cache-strategy": "extra_buffer", "max-running-requests": 12}
+    situation, before = live(lab, args)
+    (step, _), *_ = steps_for(situation, {}, lambda name: name != "max-running-requests")
+    assert step.args["max-mamba-cache-size"] == 12
+    widened, after = live(lab, {**args, **step.args})
+    assert after > 1.15 * before
+    assert not steps_for(widened, {}, lambda name: name not in {"max-running-requests", RESERVATION_FLAG})
+
+
+@pytest.mark.parametrize(
+    ("pools_gb", "args"),
+    [
+        (1, {"mamba-radix-cache-strategy": "no_buffer"}),
+        (1, {"disable-radix-cache": True}),
+        (2, {"mamba-radix-cache-strategy": "extra_buffer_lazy"}),
+    ],
+)
+def test_few_large_states(pools_gb: float, args: Args) -> None:
+    """Where a state takes a tenth of the memory or more, the KV pool keeps at least as much."""
+    lab = Lab(ROWS, max_running=2048, cost=FAST_GPU, hybrid=Hybrid(pools_gb, 0.1, tokens_a_gb=10_000))
+    situation, before = live(lab, args, shared=0.3)
+    for step, _ in steps_for(situation, {}, lambda name: name != "disable-radix-cache"):
+        assert 0 < step.args.get("mamba-full-memory-ratio", 1) <= 9
+        assert live(lab, {**args, **step.args}, shared=0.3)[1] >= before
 
 
 def test_states_that_the_job_divides_stay() -> None:

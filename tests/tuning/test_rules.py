@@ -154,14 +154,15 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     ),
     "at the cap of a state pool, far below --max-running-requests": (
         hybrid(max_running_requests=128).decode(30, r=98, u=0.3).prefill(60, hit=2000),
-        {"states-full": "--mamba-radix-cache-strategy extra_buffer_lazy --mamba-full-memory-ratio 0.99, "
-         "or --mamba-ssm-dtype bfloat16, which halves a state and changes answers a little",
+        {"states-full": "--mamba-radix-cache-strategy extra_buffer_lazy --mamba-full-memory-ratio 2.14 "
+         "--max-running-requests 176, or --mamba-ssm-dtype bfloat16, which halves a state and changes "
+         "answers a little",
          "shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
     ),
     "at the cap of a state pool that --max-running-requests sizes": (
         hybrid(disable_radix_cache=True, max_running_requests=490, before_ready=POOLS, most=490)
         .decode(30, r=490, u=0.3),
-        {"states-full": "--max-mamba-cache-size 754 --max-running-requests 754"},
+        {"states-full": "--max-mamba-cache-size 755 --max-running-requests 755"},
     ),
     "at the cap of a state pool of unknown memory that --max-running-requests sizes": (
         hybrid(disable_radix_cache=True, max_running_requests=490, before_ready=POOLS[:1], most=490)
@@ -170,7 +171,7 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     ),
     "at the cap of the state pool of a server that only decodes": (
         hybrid(disaggregation_mode="decode").decode(30, r=98, u=0.3).prefill(60, hit=2000),
-        {"states-full": "--mamba-full-memory-ratio 2.65, or --mamba-ssm-dtype bfloat16, which halves a state "
+        {"states-full": "--mamba-full-memory-ratio 2.71, or --mamba-ssm-dtype bfloat16, which halves a state "
          "and changes answers a little",
          "shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
     ),

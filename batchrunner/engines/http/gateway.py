@@ -34,6 +34,7 @@ from batchrunner.core.errors import (
     EngineStartError,
     RequestError,
     RowRefusedError,
+    UnreachedError,
 )
 from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
@@ -98,8 +99,7 @@ UNCONNECTED_CODE = "call_upstream_connection_failed"
 """Error code of a request for which the gateway could not connect to the worker."""
 HALF_AWAY_CODE = "PD disaggregation request failed"
 """Error code of a request whose connection to its prefill or decode worker failed. The worker may have died
-with the request, or it was down before: the gateway uses a worker that is down until its next health check.
-So the request does not count as one that was in flight at a death."""
+with the request, or it was down before: the gateway uses a worker until three health checks have failed."""
 CUT_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
 """Prefixes of the error codes of a request whose connection from the gateway to the worker broke before the
 answer."""
@@ -172,7 +172,7 @@ def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
     error = error_of(answer.status, answer.content, answer.retry_after)
     message = f"the gateway: {error}"
     if code in NO_WORKER_CODES or code in {UNCONNECTED_CODE, HALF_AWAY_CODE}:
-        return EngineDownError(message)
+        return UnreachedError(message)
     if code.startswith(LIMIT_CODES):
         return EngineBusyError(message, getattr(error, "retry_after_s", None))
     if "timeout" in code or answer.status in {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.GATEWAY_TIMEOUT}:
@@ -529,7 +529,9 @@ class ThroughGateway(HttpEngine):
             for url, state in self._workers.of.items():
                 # The gateway's message may name the worker, even if the route is the whole gateway.
                 if url == endpoint.url or url.encode() in answer.content:
-                    state.watch.record_failure()
+                    was_alive = state.watch.record_failure()
+                    if was_alive and code_of(answer.content) == HALF_AWAY_CODE:
+                        error = EngineDiedError(str(error))
         return error or super()._refusal(endpoint, answer)
 
     async def _transport_error(

@@ -350,10 +350,16 @@ class WorkerWatch:
     _report_before: Any = None
     """Time of the newest load report when the doubt arose; None until the gateway's list is read again."""
 
-    def record_failure(self) -> None:
-        """Record that a request failed on its way to the worker."""
-        if self._weights_gb is not None:
-            self.in_doubt, self._report_before = True, None
+    def record_failure(self) -> bool:
+        """Record that a request failed on its way to the worker; return whether this is the first failure.
+
+        It is if the worker reported its load after the failure before, or at all if there was none.
+        """
+        if self._weights_gb is None:
+            return False
+        was_in_doubt = self.in_doubt
+        self.in_doubt, self._report_before = True, None
+        return not was_in_doubt
 
     def observe(self, worker: GatewayWorker) -> None:
         """Process the worker's entry in the list; raises AnotherModelError for another model's weights.

@@ -479,9 +479,10 @@ def _completion(
     )
     budget = request.sampling.get(THINKING)
     if budget is not None:
-        # A budget of 0 switches thinking off, so nothing is truncated.
+        # A budget of 0 switches thinking off, so nothing is truncated. SGLang counts the end tag of the
+        # thinking too, but not towards the budget (`update_reasoning_tokens` in schedule_batch.py).
         thinking_tokens = max(answer.meta.reasoning_tokens or 0 for answer in answers)
-        completion = completion._replace(thinking_cut=thinking_tokens >= budget > 0)
+        completion = completion._replace(thinking_cut=thinking_tokens > budget > 0)
     asks = request.asks
     if asks is None:
         return completion
@@ -618,8 +619,8 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
         weights=answer.metadata.weight_version if answer.metadata else None,
-        # Without a budget, no thinking counts as truncated.
-        thinking_cut=(usage.reasoning_tokens or 0) >= (body.most_thinking or MOST_TOKENS),
+        # Without a budget, no thinking counts as truncated. SGLang counts the end tag of the thinking too.
+        thinking_cut=(usage.reasoning_tokens or 0) > (body.most_thinking or MOST_TOKENS),
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )
 

@@ -16,6 +16,7 @@ from batchrunner.core.errors import (
     EngineDiedError,
     EngineDownError,
     RowRefusedError,
+    UnreachedError,
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import CHAT_PATH, RequestBody
@@ -45,10 +46,10 @@ def refused(status: int, code: str | int, kind: str = "server_error") -> WholeAn
         (refused(503, "admission_queue_timeout"), EngineBusyError),
         (refused(503, "worker_overload_protection_shed"), EngineBusyError),
         (refused(429, "tenant_rate_limit_exceeded"), EngineBusyError),
-        (refused(503, "no_available_workers"), EngineDownError),
-        (refused(404, "model_not_found", "invalid_request_error"), EngineDownError),
-        (refused(500, "call_upstream_connection_failed"), EngineDownError),
-        (refused(502, "PD disaggregation request failed"), EngineDownError),
+        (refused(503, "no_available_workers"), UnreachedError),
+        (refused(404, "model_not_found", "invalid_request_error"), UnreachedError),
+        (refused(500, "call_upstream_connection_failed"), UnreachedError),
+        (refused(502, "PD disaggregation request failed"), UnreachedError),
         (refused(502, "call_upstream_request_failed"), EngineDiedError),
         (refused(504, "request_timeout"), AttemptFailedError),
         (refused(500, "call_upstream_timeout"), AttemptFailedError),

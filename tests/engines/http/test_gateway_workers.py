@@ -220,10 +220,11 @@ def listed(weights_gb: float | None, at: str) -> GatewayWorker:
 def test_a_worker_is_in_doubt_until_a_newer_report() -> None:
     """The report in the gateway's list when a row failed may be older than the failure."""
     watch = WorkerWatch(WORKER)
-    watch.record_failure()
+    assert not watch.record_failure()
     assert not watch.in_doubt  # no report has shown the weights
     watch.observe(listed(15.0, "1"))
-    watch.record_failure()
+    assert watch.record_failure()
+    assert not watch.record_failure()  # it was away already
     in_doubt = []
     for at, weights_gb in [("2", 15.1), ("2", 15.1), ("3", 15.1), ("4", 14.9), ("", None), ("5", 15.0)]:
         watch.observe(listed(weights_gb, at))
