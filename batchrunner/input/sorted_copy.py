@@ -3,9 +3,9 @@
 The file has the columns that the job reads, and the row numbers in the input as its last column. Its metadata
 (`about`) names its order and its run. The position of a row is its index in the file, from 0.
 
-Writing needs little memory. DuckDB sorts only the sort keys, a range of them at a time, which gives the
-position of each row. The rows themselves are partitioned by position into buckets, and each bucket is sorted
-in memory. Values of rows pass only through Arrow and Parquet, which keep every type, and not through DuckDB.
+Writing needs little memory. DuckDB sorts only the sort keys, which gives the position of each row. The rows
+themselves are partitioned by position into buckets, and each bucket is sorted in memory. Values of rows pass
+only through Arrow and Parquet, which keep every type, and not through DuckDB.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _sort_keys(db: DuckDBPyConnection, check_stop: Callable[[], None]) -> int:
     """
     query = "SELECT count(*), coalesce(sum(octet_length(key)), 0) FROM keys"
     ((rows, key_bytes),) = db.execute(query).fetchall()
-    passes = int(1 + (rows * KEY_BYTES + key_bytes) // MOST_SORTED_BYTES)
+    passes = 1 + (rows * KEY_BYTES + int(key_bytes)) // MOST_SORTED_BYTES
     db.execute("CREATE TABLE sorted (row BIGINT, size BIGINT)")
     # The row number is part of each key, so that even equal prompts can be divided into ranges.
     bounds: list[tuple[Any, ...]] = []
