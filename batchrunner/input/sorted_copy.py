@@ -16,7 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,15 +129,6 @@ MOST_GROUP_BYTES = 32 << 20
 """Approximate maximum size of a row group in bytes."""
 BUCKET_BYTES = 48 << 20
 """Approximate size of a bucket in bytes. Sorting a bucket takes about three times as much memory."""
-MOST_SORTED_BYTES = 256 << 20
-"""Approximate size in bytes of the keys that DuckDB sorts at once, which is enough to need few passes.
-
-Merging more of them takes more than MEMORY: with short keys, sorting 30 million rows at once fails.
-"""
-KEY_BYTES = 48
-"""Approximate size in bytes of a row of _KEYS, without the bytes of `key`."""
-SAMPLED_KEYS = 1024
-"""Number of keys that are sampled for each pass, to divide the keys into equal ranges."""
 _KEYS = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
 """Columns of the table of sort keys. Rows are sorted by the first four; `size` is in bytes."""
 _POSITION = "\0position"
@@ -177,7 +168,7 @@ def write_sorted(
             # The first reading of the input computes the sort keys. `first` decides in the order
             # "longest_first", and is 0 in the order "prefix". `key` and `tail` come from `sort_key`.
             insert(db, "keys", _KEYS, _keys(job_input, rows, about["order"], check_stop))
-            passes = _sort_keys(db, check_stop)
+            db.execute("CREATE TABLE sorted AS SELECT row, size FROM keys ORDER BY first, key, tail, row")
             # Tables are dropped as soon as possible, because the disk may be small.
             db.execute("DROP TABLE keys")
             check_stop()
@@ -191,7 +182,7 @@ def write_sorted(
             # The second reading, in input order, writes each row to the file of its bucket, a range of
             # positions. A bucket is small enough to be sorted in memory.
             buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
-            positions = _positions(db, rows, passes)
+            positions = _values(db, "SELECT position FROM positions ORDER BY row")
             for table in _with_positions(job_input, rows, positions):
                 buckets.put(table)
                 check_stop()
@@ -216,47 +207,9 @@ def insert(
         db.from_arrow(pa.table(arrays)).insert_into(table)
 
 
-def _sort_keys(db: DuckDBPyConnection, check_stop: Callable[[], None]) -> int:
-    """Create the table `sorted` with the rows of `keys` in order; return the number of passes.
-
-    Each pass sorts a range of the keys, because DuckDB needs the more memory the more it sorts at once.
-    """
-    query = "SELECT count(*), coalesce(sum(octet_length(key)), 0) FROM keys"
-    ((rows, key_bytes),) = db.execute(query).fetchall()
-    passes = 1 + (rows * KEY_BYTES + int(key_bytes)) // MOST_SORTED_BYTES
-    db.execute("CREATE TABLE sorted (row BIGINT, size BIGINT)")
-    # The row number is part of each key, so that even equal prompts can be divided into ranges.
-    bounds: list[tuple[Any, ...]] = []
-    if passes > 1:
-        step = max(1, rows // (SAMPLED_KEYS * passes))
-        query = "SELECT first, key, tail, row FROM keys WHERE rowid % ? = 0"
-        sample = sorted(db.execute(query, [step]).fetchall())
-        bounds = [sample[len(sample) * number // passes] for number in range(1, passes)]
-    least, greatest = (-1 << 62, b"", 0, 0), (1 << 62, b"", 0, 0)
-    for lower, upper in pairwise([least, *bounds, greatest]):
-        # DuckDB would turn two plain comparisons into a BETWEEN, which it refuses for several columns.
-        db.execute(
-            "INSERT INTO sorted SELECT row, size FROM keys WHERE "
-            "CASE WHEN (first, key, tail, row) < (?, ?, ?, ?) THEN 0 "
-            "WHEN (first, key, tail, row) < (?, ?, ?, ?) THEN 1 ELSE 0 END = 1 "
-            "ORDER BY first, key, tail, row",
-            [*lower, *upper],
-        )
-        check_stop()
-    return passes
-
-
-def _positions(db: DuckDBPyConnection, rows: BitMap64, passes: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the position of each of `rows`, in input order; each pass sorts a range of the rows."""
-    starts = [rows[len(rows) * number // passes] for number in range(passes)]
-    for start, end in pairwise([*starts, rows.max() + 1]):
-        query = "SELECT position FROM positions WHERE row >= ? AND row < ? ORDER BY row"
-        yield from _values(db, query, start, end)
-
-
-def _values(db: DuckDBPyConnection, query: str, *parameters: int) -> Iterator[tuple[Any, ...]]:
+def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of a query's result, in bounded memory."""
-    for batch in db.sql(query, params=parameters).to_arrow_reader(CHUNK_ROWS):
+    for batch in db.sql(query).to_arrow_reader(CHUNK_ROWS):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 

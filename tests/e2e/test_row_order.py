@@ -71,25 +71,6 @@ def test_rows_that_begin_alike_are_sent_together(tmp_path: Path, server: FakeSGL
     assert copies_in(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("order", ["prefix", "longest_first"])
-def test_keys_that_are_sorted_in_several_passes(
-    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, order: str
-) -> None:
-    """Many keys are sorted a range at a time, in the order in which they would be sorted at once."""
-    texts = [*shuffled(300, 20), *["the same text"] * 300]
-    write_texts(tmp_path / "input.parquet", texts)
-    sent = []
-    for most_bytes in (256 << 20, 4096):
-        monkeypatch.setattr("batchrunner.input.sorted_copy.MOST_SORTED_BYTES", most_bytes)
-        server.sent.clear()
-        job = sorted_job(tmp_path, server, order=order)
-        assert batchrunner.run(job, fresh=True).rows_ok == 600
-        sent.append(sent_texts(server))
-        rows_once(job, 600)
-    assert sent[0] == sent[1]
-    assert sent[0] != texts
-
-
 def test_longest_first(tmp_path: Path, server: FakeSGLang) -> None:
     """`order: longest_first` goes by max_new_tokens where a column has it, else by the prompt."""
     texts = [f"{n}" * (7 * n % 50 + 1) for n in range(50)]
