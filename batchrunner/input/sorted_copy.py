@@ -11,6 +11,8 @@ only through Arrow and Parquet, which keep every type, and not through DuckDB.
 from __future__ import annotations
 
 import logging
+import math
+import secrets
 import shutil
 import time
 from bisect import bisect_left
@@ -119,8 +121,13 @@ class SortedCopy:
         return range(bisect_left(starts, positions.start), bisect_left(starts, positions.stop))
 
 
-MEMORY = "128MB"
-"""Memory limit of DuckDB. DuckDB exceeds it, but the whole process stays below 512 MB."""
+MEMORY_BYTES = 128 << 20
+"""Memory limit of DuckDB for at most SORTED_BYTES of sort keys. DuckDB exceeds it, but the whole process
+stays below 512 MB."""
+SORTED_BYTES = 2 << 30
+"""Bytes of sort keys that DuckDB surely sorts within MEMORY_BYTES. It sorted 4 GB, and failed with 14 GB."""
+KEY_BYTES = 48
+"""Approximate bytes that a row of the table of sort keys takes, besides its key."""
 CHUNK_ROWS = 16_384
 """Number of rows that are passed to or from DuckDB at once."""
 MOST_OUTPUT_TOKENS = 1 << 30
@@ -139,18 +146,40 @@ _ORDINAL = "\0row"
 
 @contextmanager
 def connect(work: Path) -> Iterator[DuckDBPyConnection]:
-    """Open an empty DuckDB database with bounded memory; DuckDB's errors become OSError.
+    """Create a DuckDB database with bounded memory in the directory `work`; DuckDB's errors become OSError.
 
-    DuckDB writes what does not fit into memory to the directory `work`.
+    A database in memory would not do: from some ten million rows on, its tables leave no memory for a sort.
     """
     import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
 
-    spill = str(work / "spilled")
+    # DuckDB waits while an earlier database of this process at the same path exists, although it was closed.
+    path = work / f"{secrets.token_hex(8)}.duckdb"
     try:
-        with duckdb.connect(config={"memory_limit": MEMORY, "threads": 1, "temp_directory": spill}) as db:
+        with duckdb.connect(
+            path,
+            config={
+                "memory_limit": _memory_limit(MEMORY_BYTES),
+                "threads": 1,
+                "temp_directory": str(work / "spilled"),
+            },
+        ) as db:
             yield db
     except duckdb.Error as failure:
         raise OSError(first_line(failure)) from None
+
+
+def _memory_limit(size: int) -> str:
+    """Return a number of bytes as a value of DuckDB's `memory_limit`."""
+    return f"{size // 1_000_000}MB"
+
+
+def memory_to_sort(size: int) -> int:
+    """Return the bytes of memory that DuckDB needs to sort `size` bytes of keys.
+
+    It sorts runs that fit into memory, and merges all runs at once. With twice the memory, runs are twice as
+    long and twice as many can be merged, so the memory grows with the square root of the size.
+    """
+    return round(MEMORY_BYTES * max(1.0, math.sqrt(size / SORTED_BYTES)))
 
 
 def write_sorted(
@@ -168,6 +197,10 @@ def write_sorted(
             # The first reading of the input computes the sort keys. `first` decides in the order
             # "longest_first", and is 0 in the order "prefix". `key` and `tail` come from `sort_key`.
             insert(db, "keys", _KEYS, _keys(job_input, rows, about["order"], check_stop))
+            query = "SELECT count(*), coalesce(sum(octet_length(key)), 0) FROM keys"
+            ((key_count, key_bytes),) = _values(db, query)
+            memory = memory_to_sort(key_count * KEY_BYTES + int(key_bytes))
+            db.execute(f"SET memory_limit = '{_memory_limit(memory)}'")
             db.execute("CREATE TABLE sorted AS SELECT row, size FROM keys ORDER BY first, key, tail, row")
             # Tables are dropped as soon as possible, because the disk may be small.
             db.execute("DROP TABLE keys")
@@ -198,6 +231,8 @@ def insert(
     """Create a table in DuckDB with the columns `kinds`, and insert `rows`, CHUNK_ROWS at a time."""
     # Creating the table without rows makes it exist even if there are none.
     no_rows = pa.Table.from_batches([], pa.schema(kinds.items()))
+    # In one transaction, because each would wait for the disk.
+    db.begin()
     db.from_arrow(no_rows).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         columns = zip(*chunk, strict=True)
@@ -205,6 +240,7 @@ def insert(
         for (name, kind), values in zip(kinds.items(), columns, strict=True):
             arrays[name] = arrow_array(values, kind)
         db.from_arrow(pa.table(arrays)).insert_into(table)
+    db.commit()
 
 
 def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
