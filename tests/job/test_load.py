@@ -125,8 +125,8 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ("sampling.top_p.colum=1", "did you mean 'column'?"),
         ("engine={kind: server, model: m, ep: 2}", "(arguments of SGLang go into engine.args)"),
         (
-            "engine={kind: gateway, url: 'http://a', model: m}",
-            "'engine.model': this key belongs to another kind of engine",
+            "engine={kind: gateway, url: 'http://a', tp: 2}",
+            "'engine.tp': this key belongs to another kind of engine",
         ),
         ("labels=[]", "labels: list should have at least 1 item (got [])"),
         ("limits.max_failed_rows=1 percent", "such as 1%, or a number such as 0.01 (got '1 percent')"),

@@ -63,7 +63,7 @@ class ServerThread:
             await end(self._runner)
 
 
-async def end(runner: web.AppRunner) -> None:
+async def end(runner: web.BaseRunner) -> None:
     """Stop a server, also the connections that it takes as it stops: those left open would be warnings."""
     server = runner.server
     await runner.cleanup()

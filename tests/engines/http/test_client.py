@@ -39,6 +39,7 @@ from tests.support.reader_checks import (
     json_of,
     some_odd,
 )
+from tests.support.server_thread import end
 
 ROWS = 4
 META = {"finish_reason": {"type": "stop"}, "prompt_tokens": 3, "completion_tokens": 2}
@@ -135,7 +136,7 @@ async def serving(answer: Callable[[Any], Any]) -> AsyncIterator[URL]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     yield URL.build(scheme="http", host="127.0.0.1", port=runner.addresses[0][1])
-    await runner.cleanup()
+    await end(runner)
 
 
 async def body_of(answer: PostedAnswer) -> bytes:

@@ -30,6 +30,7 @@ from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.prompts import request
+from tests.support.server_thread import end
 
 WORKER = "http://10.0.0.1:30000"
 
@@ -142,7 +143,7 @@ async def serving(gateway: FakeGateway) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
-        await runner.cleanup()
+        await end(runner)
 
 
 @asynccontextmanager
