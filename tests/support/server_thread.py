@@ -65,13 +65,14 @@ class ServerThread:
 
 async def end(runner: web.BaseRunner) -> None:
     """Stop a server, also the connections that it takes as it stops: those left open would be warnings."""
-    server = runner.server
-    await runner.cleanup()
-    for _ in range(5):  # a connection that was accepted is known some turns later
+    for site in list(runner.sites):
+        await site.stop()
+    # A connection that was accepted is known some turns later. aiohttp would forget one that becomes known
+    # while it closes the others.
+    for _ in range(5):
         await asyncio.sleep(0)
-    for connection in server.connections if server is not None else ():
-        connection.force_close()
-    for _ in range(3):
+    await runner.cleanup()
+    for _ in range(3):  # the transports close
         await asyncio.sleep(0)
 
 
