@@ -122,10 +122,10 @@ class SortedCopy:
 
 
 MEMORY_BYTES = 128 << 20
-"""Memory limit of DuckDB for at most SORTED_BYTES of sort keys. DuckDB exceeds it, but the whole process
-stays below 512 MB."""
+"""Memory limit of DuckDB to sort at most SORTED_BYTES. DuckDB exceeds it, but the whole process stays below
+512 MB."""
 SORTED_BYTES = 2 << 30
-"""Bytes of sort keys that DuckDB surely sorts within MEMORY_BYTES. It sorted 4 GB, and failed with 14 GB."""
+"""Bytes that DuckDB surely sorts within MEMORY_BYTES. It sorted 4 GB of sort keys, and failed with 14 GB."""
 KEY_BYTES = 48
 """Approximate bytes that a row of the table of sort keys takes, besides its key."""
 CHUNK_ROWS = 16_384
@@ -173,13 +173,14 @@ def _memory_limit(size: int) -> str:
     return f"{size // 1_000_000}MB"
 
 
-def memory_to_sort(size: int) -> int:
-    """Return the bytes of memory that DuckDB needs to sort `size` bytes of keys.
+def allow_memory_to_sort(db: DuckDBPyConnection, size: int) -> None:
+    """Set the memory limit of a database to what a sort of `size` bytes needs, at least MEMORY_BYTES.
 
-    It sorts runs that fit into memory, and merges all runs at once. With twice the memory, runs are twice as
-    long and twice as many can be merged, so the memory grows with the square root of the size.
+    DuckDB sorts runs that fit into memory, and merges all runs at once. With twice the memory, runs are twice
+    as long and twice as many can be merged, so the memory grows with the square root of the size.
     """
-    return round(MEMORY_BYTES * max(1.0, math.sqrt(size / SORTED_BYTES)))
+    memory = round(MEMORY_BYTES * max(1.0, math.sqrt(size / SORTED_BYTES)))
+    db.execute(f"SET memory_limit = '{_memory_limit(memory)}'")
 
 
 def write_sorted(
@@ -199,8 +200,7 @@ def write_sorted(
             insert(db, "keys", _KEYS, _keys(job_input, rows, about["order"], check_stop))
             query = "SELECT count(*), coalesce(sum(octet_length(key)), 0) FROM keys"
             ((key_count, key_bytes),) = _values(db, query)
-            memory = memory_to_sort(key_count * KEY_BYTES + int(key_bytes))
-            db.execute(f"SET memory_limit = '{_memory_limit(memory)}'")
+            allow_memory_to_sort(db, key_count * KEY_BYTES + int(key_bytes))
             db.execute("CREATE TABLE sorted AS SELECT row, size FROM keys ORDER BY first, key, tail, row")
             # Tables are dropped as soon as possible, because the disk may be small.
             db.execute("DROP TABLE keys")

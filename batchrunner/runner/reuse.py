@@ -22,7 +22,7 @@ from batchrunner.core.types import CHECK, PARSE, Request, rows_of_column
 from batchrunner.input.dataset import DatasetReader
 from batchrunner.input.parquet_copy import in_chunks
 from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
-from batchrunner.input.sorted_copy import COPY_PREFIX, connect, insert
+from batchrunner.input.sorted_copy import COPY_PREFIX, allow_memory_to_sort, connect, insert
 from batchrunner.job.answers import judges_by_row
 from batchrunner.job.output import CUT, REPETITION
 from batchrunner.output.arrow_arrays import arrow_array, shown_values
@@ -77,6 +77,13 @@ _ANSWERS = """
 SELECT stored.* REPLACE (new_row AS row, NULL AS latency_s, 0::INTEGER AS attempts)
 FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
 """
+
+
+def _uncompressed_bytes(part: str) -> int:
+    """Return the size of a Parquet file's data without compression."""
+    metadata = pq.read_metadata(part)
+    sizes = (metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    return sum(sizes)
 
 
 class Reuse:
@@ -235,6 +242,8 @@ class Reuse:
         insert(database, "asked", _ASKED, self._requests(selected, missing))
         condition = _ALL if prepared.answers.on_length == "keep" else _UNCUT
         database.execute(_JOIN.format(good=condition))
+        # The answers themselves are sorted, so that they come in the order of this run's rows.
+        allow_memory_to_sort(database, sum(map(_uncompressed_bytes, parts)))
         with closing(DatasetReader(prepared.dataset, prepared.renderer.columns)) as reader:
             for answers in database.sql(_ANSWERS).to_arrow_reader(chunk_rows):
                 position = 0
