@@ -451,7 +451,7 @@ class Bench:
         """Return the figures of each start of the server that the runner launched."""
         logs = sorted(self.run_path.glob("engine-server*.log"))
         text = "".join(log.read_text(errors="replace") for log in logs)
-        starts = re.split(r"^(?=.*server_args=ServerArgs\()", text, flags=re.MULTILINE)[1:]
+        starts = re.split(r"^(?=.*server_args=)", text, flags=re.MULTILINE)[1:]
         return [figures_of_log(start) for start in starts]
 
 
@@ -560,7 +560,9 @@ def summary(figures: Mapping[str, Any]) -> str:
     """Return the most important figures of a run in one line."""
     if "failed" in figures:
         return f"failed: {figures['failed']}"
-    return f"{figures['tokens_per_s']} tokens/s, {figures.get('steady_tokens_per_s')} in steady state"
+    starts = figures.get("by_start", [figures])
+    steady = ", then ".join(str(start.get("steady_tokens_per_s")) for start in starts)
+    return f"{figures['tokens_per_s']} tokens/s, {steady} in steady state"
 
 
 def small(case: Case) -> Case:
