@@ -296,9 +296,8 @@ class DispatchQueue:
             if row.group is None:
                 return row
             home = self.home_of(row.group)
-            if (
-                row.group.to_come
-            ):  # The row was promised as one to come. If it is kept below, it is promised again.
+            # The row was promised as one to come. If it is kept below, it is promised again.
+            if row.group.to_come:
                 row.group.to_come -= 1
                 home.promised -= 1
             if home is route:

@@ -258,7 +258,7 @@ class Worker:
     actor: Any
     process: Any = None
     """Ray reference of the ID of its process. It becomes ready when the actor runs on a node."""
-    dead: set[str] = field(default_factory=set)
+    dead_processes: set[str] = field(default_factory=set)
     """IDs of the processes that failed since a row of the run finished."""
     rows_done: int = 0
     """Number of finished rows of the run at the last of these failures."""
@@ -306,7 +306,7 @@ class Workers:
                 # out, it may raise this error many times.
                 time.sleep(TIMING.ray_poll)
                 self._count_death(worker)
-                if self._stop_reason is None and len(worker.dead) <= MOST_DEATHS:
+                if self._stop_reason is None and len(worker.dead_processes) <= MOST_DEATHS:
                     log.warning(
                         "a worker died or cannot be reached, and is started again: %s", _first_line(failure)
                     )
@@ -314,13 +314,13 @@ class Workers:
                     continue
                 self._record_failure(
                     BatchrunError(
-                        f"a worker died {len(worker.dead)} times in succession, and no row finished between "
-                        f"its deaths; the last one: {_first_line(failure)}",
+                        f"a worker died {len(worker.dead_processes)} times in succession, and no row "
+                        f"finished between its deaths; the last one: {_first_line(failure)}",
                         hint="see its log (`ray logs`) and run the same command again: it resumes",
                     )
                 )
             except RayError as failure:
-                # Ray cannot start the actor, or somebody has killed it for good.
+                # Ray cannot start the actor, or the actor was killed and Ray does not restart it.
                 self._record_failure(failure)
             # The worker has ended for good. Killing its actor frees its cores and GPUs.
             ray.kill(worker.actor)
@@ -330,19 +330,19 @@ class Workers:
         return bool(self._workers) and must_wait
 
     def _count_death(self, worker: Worker) -> None:
-        """Add the process of a failed worker to `dead`; forget the ones before if the run finished rows."""
+        """Record the process of a failed worker as dead; forget earlier ones if rows have finished since."""
         try:
             process = ray.get(worker.process, timeout=0)
         except RayError:
             # The connection was lost before the process told its ID.
             return
-        if process in worker.dead:
+        if process in worker.dead_processes:
             return
         rows_done = self._rows_done()
         if rows_done > worker.rows_done:
-            worker.dead.clear()
+            worker.dead_processes.clear()
         worker.rows_done = rows_done
-        worker.dead.add(process)
+        worker.dead_processes.add(process)
 
     def _rows_done(self) -> int:
         """Return the number of finished rows of the run; 0 if it has not begun."""

@@ -467,8 +467,8 @@ def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
     pool, share = server.facts.states, server.facts.state_share
     if pool is None or not share or server.running < 1:
         return 0
-    # These are fractions of the two pools' common memory: of one state slot, and of a request's states and
-    # tokens. SGLang allocates one slot more than it uses.
+    # Each share is a fraction of the memory that the two pools have together. SGLang allocates one slot more
+    # than it uses.
     share_of_slot = size * share / (pool.slots + 1)
     share_for_states = per_request * share_of_slot
     share_for_tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
@@ -502,8 +502,9 @@ def state_args(
     slots, pool = state_slots(server, per_request, size), server.facts.states
     if not slots or pool is None:
         return {}
-    requests, allowed = slots // per_request, _allowed_running(server)
-    args = dict[str, Any]()
+    requests = slots // per_request
+    allowed = _allowed_running(server)
+    args: dict[str, Any] = {}
     if allowed is not None and requests > max(allowed, pool.most_running):
         args["max-running-requests"] = int(as_flag(server.facts, "max-running-requests", requests))
     if server.facts.sizes_states or (without_cache and allowed is not None):

@@ -690,7 +690,7 @@ class ThroughGateway(HttpEngine):
         """
         if now < self._next_search_at:
             return False
-        # The key of a worker that has left leads elsewhere by nature.
+        # A worker that has left is not checked, because another worker now gets the rows with its key.
         for endpoint in filter(lambda endpoint: endpoint.is_listed, self.serving):
             for sender in endpoint.senders.values():
                 assert isinstance(sender, GatewaySender)
