@@ -339,14 +339,16 @@ def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
 
 def test_a_cancellation_that_cannot_be_written(tmp_path: Path) -> None:
     """The call fails, as on a full disk, and the batch goes on; so it is not cancelled later either."""
-    batches, aside = tmp_path / "state" / "batches", tmp_path / "aside"
     with serving(tmp_path / "state", *SLOW) as server:
         batch = server.begin(server.upload(requests_of(100, max_tokens=10)))
         eventually(lambda: server.client.batches.retrieve(batch.id).status == "in_progress")
-        batches.rename(aside)
+        record, aside = tmp_path / "state" / "batches" / f"{batch.id}.json", tmp_path / "aside"
+        record.rename(aside)
+        record.mkdir()  # no file can be written here
         with pytest.raises(openai.InternalServerError):
             server.client.batches.cancel(batch.id)
-        aside.rename(batches)
+        record.rmdir()
+        aside.rename(record)
         batch = server.ended(batch)
         assert (batch.status, batch.cancelling_at) == ("completed", None)
         assert [*map(number_of, server.lines_of(batch.output_file_id))] == [*range(100)]

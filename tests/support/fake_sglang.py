@@ -36,7 +36,7 @@ from tests.support.answers import (
     score_of,
     vector_of,
 )
-from tests.support.server_thread import PATIENCE_S, ServerThread, end, wait_until_left
+from tests.support.server_thread import PATIENCE_S, ServerThread
 
 Behaviour: TypeAlias = Literal[
     "answer",
@@ -187,10 +187,6 @@ class FakeSGLang(ServerThread):
         """Ask again, called in the server's own thread: by a script."""
         self._asked_again.set()  # it wakes those who wait now, and nobody later
         self._asked_again.clear()
-
-    def wait_until_left(self) -> None:
-        """Return when no client is connected: all that a killed one had sent has arrived by then."""
-        wait_until_left(self.url, self._runner)
 
     def forget(self, *, clients_stay: bool = False) -> None:
         """Start counting anew, once the clients have left whose requests are not to count any more."""
@@ -522,11 +518,10 @@ class FakeSGLang(ServerThread):
                 assert request.transport is not None
                 if what == "die":
                     self._is_dead = True
-                    if self._site in self._runner.sites:
-                        await self._site.stop()  # no new connection before the old break
+                    self.server.stop_accepting()  # no new connection before the old break
                 request.transport.abort()
                 if what == "die":
-                    self._dying = asyncio.ensure_future(end(self._runner))
+                    self._dying = asyncio.ensure_future(self.server.end())
                 return web.Response()
             case "not json":
                 return web.Response(text="<html>gateway</html>")

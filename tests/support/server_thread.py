@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Self
 
 import aiohttp
@@ -13,6 +14,62 @@ from aiohttp import web
 
 PATIENCE_S = 600.0
 """How long a test waits for something that must happen, on the slowest machine: it ends a hang, no more."""
+
+
+class LocalServer:
+    """A server of aiohttp on a port of this machine, which leaves no connection open when it ends.
+
+    A connection that is left open is a ResourceWarning, in whichever test runs when Python notices it.
+    """
+
+    def __init__(self, runner: web.BaseRunner, port: int = 0) -> None:
+        self._runner = runner
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ending = asyncio.Lock()
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listener).start()
+
+    def stop_accepting(self) -> None:
+        """Accept no new connection."""
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+
+    async def end(self) -> None:
+        """Close the port and all connections. Another call waits for the first one."""
+        async with self._ending:
+            if self._listener.fileno() < 0:
+                return
+            self.stop_accepting()
+            # asyncio forgets a connection, and leaves it open, if the port is closed between its acceptance
+            # and the next turn of the loop. aiohttp needs some more turns to know it.
+            await _turn(5)
+            await self._runner.cleanup()
+            await _turn(3)  # The connections close.
+
+    def connections(self) -> int:
+        """Return how many clients are connected."""
+        server = self._runner.server
+        return len(server.connections) if server is not None else 0
+
+
+@contextlib.asynccontextmanager
+async def serving(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """Serve what a function answers in the running loop; the value is the URL."""
+    server = LocalServer(web.ServerRunner(web.Server(answer)))
+    await server.start()
+    try:
+        yield server.url
+    finally:
+        await server.end()
+
+
+async def _turn(times: int) -> None:
+    """Let the event loop turn."""
+    for _ in range(times):
+        await asyncio.sleep(0)
 
 
 class ServerThread:
@@ -50,40 +107,23 @@ class ServerThread:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application(client_max_size=1 << 30)
         self.add_routes(app)
-        self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=0, handler_cancellation=self.cancels
-        )
-        await self._runner.setup()
-        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await self._site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=self.cancels)
+        self.server = LocalServer(runner, self.port)
+        await self.server.start()
+        self.url = self.server.url
         async with aiohttp.ClientSession(auto_decompress=False) as self.session:  # to pass requests on
             self._up.set()
             await self._over.wait()
-            await end(self._runner)
+            await self.server.end()
 
-
-async def end(runner: web.BaseRunner) -> None:
-    """Stop a server, also the connections that it takes as it stops: those left open would be warnings."""
-    for site in list(runner.sites):
-        await site.stop()
-    # A connection that was accepted is known some turns later. aiohttp would forget one that becomes known
-    # while it closes the others.
-    for _ in range(5):
-        await asyncio.sleep(0)
-    await runner.cleanup()
-    for _ in range(3):  # the transports close
-        await asyncio.sleep(0)
-
-
-def wait_until_left(url: str, runner: web.AppRunner) -> None:
-    """Return when nobody is connected to a server: what a killed client had sent has arrived by then."""
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=PATIENCE_S):
-        pass  # whoever connected before was accepted before
-    deadline = time.monotonic() + PATIENCE_S
-    while (server := runner.server) is not None and server.connections:
-        assert time.monotonic() < deadline, "a client stays connected"
-        time.sleep(0.002)
+    def wait_until_left(self) -> None:
+        """Return when no client is connected: all that a killed one had sent has arrived by then."""
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=PATIENCE_S):
+            pass  # whoever connected before was accepted before
+        deadline = time.monotonic() + PATIENCE_S
+        while self.server.connections():
+            assert time.monotonic() < deadline, "a client stays connected"
+            time.sleep(0.002)
 
 
 def is_free(port: int) -> bool:

@@ -1,8 +1,6 @@
 """What is posted to a server, and its answers: whatever comes is read, or is a failed attempt."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +37,7 @@ from tests.support.reader_checks import (
     json_of,
     some_odd,
 )
-from tests.support.server_thread import end
+from tests.support.server_thread import serving
 
 ROWS = 4
 META = {"finish_reason": {"type": "stop"}, "prompt_tokens": 3, "completion_tokens": 2}
@@ -129,16 +127,6 @@ class Seen:
         return web.Response(text="x" * 3_000_000 if request.raw_path.endswith("/long") else "answer")
 
 
-@asynccontextmanager
-async def serving(answer: Callable[[Any], Any]) -> AsyncIterator[URL]:
-    runner = web.ServerRunner(web.Server(answer))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield URL.build(scheme="http", host="127.0.0.1", port=runner.addresses[0][1])
-    await end(runner)
-
-
 async def body_of(answer: PostedAnswer) -> bytes:
     try:
         return await answer.content.read()
@@ -176,7 +164,7 @@ async def test_a_redirect_to_a_server_with_a_key() -> None:
             return web.Response(status=308, headers={"Location": server.url + request.path})
 
         async with serving(redirect) as address:
-            engine = AttachedServers([str(address)], api_key="key", limits=LimitsSpec())
+            engine = AttachedServers([address], api_key="key", limits=LimitsSpec())
             try:
                 with pytest.raises(
                     EngineAwayError, match=f"it redirects to {server.url}, which does not get"
@@ -199,9 +187,7 @@ async def test_headers_for_a_gateway_whose_workers_are_reached_directly(
             return web.json_response({"workers": [{"url": worker.url}]})
 
         async with serving(workers) as gateway:
-            spec = GatewayEngine(
-                kind="gateway", url=str(gateway), route=route, headers={"x-ingress": "sesame"}
-            )
+            spec = GatewayEngine(kind="gateway", url=gateway, route=route, headers={"x-ingress": "sesame"})
             engine = await make_engine(spec, log_dir=tmp_path, limits=LimitsSpec())
             try:
                 assert isinstance(engine, AttachedServers)
@@ -221,7 +207,7 @@ async def test_a_gateway_lists_a_worker_that_hangs_again(monkeypatch: pytest.Mon
             return web.json_response({"workers": [{"url": url} for url in listed]})
 
         async with serving(workers) as gateway:
-            spec = GatewayEngine(kind="gateway", url=str(gateway))
+            spec = GatewayEngine(kind="gateway", url=gateway)
             engine = AttachedServers([], gateway=spec, api_key=None, limits=LimitsSpec())
             await engine.open()
             try:
@@ -241,8 +227,8 @@ async def test_a_gateway_lists_a_worker_that_hangs_again(monkeypatch: pytest.Mon
 async def test_the_request_of_the_session() -> None:
     """The server sees the same method, path, headers and body."""
     seen = Seen()
-    async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
-        target = url / "generate"
+    async with serving(seen.answer) as address, aiohttp.ClientSession(headers=KEY) as session:
+        target = URL(address) / "generate"
         for by_session in (False, True):
             sender = PostSender(session, target)
             sender.is_direct = not by_session
@@ -256,8 +242,8 @@ async def test_the_request_of_the_session() -> None:
 async def test_connections_are_used_again() -> None:
     """One after the other they share a connection, unless an answer was not read to its end."""
     seen = Seen()
-    async with serving(seen.answer) as url, aiohttp.ClientSession() as session:
-        short, long = PostSender(session, url / "short"), PostSender(session, url / "long")
+    async with serving(seen.answer) as address, aiohttp.ClientSession() as session:
+        short, long = PostSender(session, URL(address) / "short"), PostSender(session, URL(address) / "long")
         for _ in range(3):
             assert await body_of(await short.post(b"{}")) == b"answer"
         assert len(seen.connections) == 1
@@ -274,8 +260,8 @@ async def test_a_redirect_is_refused(place: str, *, by_session: bool) -> None:
     """The message has the address, and nobody else gets the key."""
     seen = Seen()
     seen.moved = 307, place
-    async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
-        sender = PostSender(session, url / "moved")
+    async with serving(seen.answer) as address, aiohttp.ClientSession(headers=KEY) as session:
+        sender = PostSender(session, URL(address) / "moved")
         sender.is_direct = not by_session
         with pytest.raises(EngineDownError) as refused:
             await sender.post(b'{"text": "a"}')

@@ -30,7 +30,7 @@ from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.prompts import request
-from tests.support.server_thread import end
+from tests.support.server_thread import serving
 
 WORKER = "http://10.0.0.1:30000"
 
@@ -135,20 +135,8 @@ class FakeGateway:
 
 
 @asynccontextmanager
-async def serving(gateway: FakeGateway) -> AsyncIterator[str]:
-    runner = web.ServerRunner(web.Server(gateway.answer))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await end(runner)
-
-
-@asynccontextmanager
 async def opened(gateway: FakeGateway) -> AsyncIterator[ThroughGateway]:
-    async with serving(gateway) as url:
+    async with serving(gateway.answer) as url:
         spec = GatewayEngine(kind="gateway", url=url)
         engine = ThroughGateway(spec, why="a test", api_key=None, limits=LimitsSpec())
         try:
@@ -204,7 +192,7 @@ async def test_headers_of_the_job() -> None:
     """All requests have the job's headers, and the routing key has the name that the gateway reads."""
     gateway = FakeGateway()
     gateway.key_header = "x-session"
-    async with serving(gateway) as url:
+    async with serving(gateway.answer) as url:
         spec = GatewayEngine(
             kind="gateway", url=url, routing_key_header="x-session", headers={"x-smg-tenant-id": "nightly"}
         )
@@ -223,7 +211,7 @@ async def test_headers_of_the_job() -> None:
 async def test_keys_are_found_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for routing keys reaches a gateway that only the proxy of the environment reaches."""
     gateway = FakeGateway()
-    async with serving(gateway) as proxy:
+    async with serving(gateway.answer) as proxy:
         monkeypatch.setenv("http_proxy", proxy)
         spec = GatewayEngine(kind="gateway", url="http://gateway.invalid:30000")
         engine = ThroughGateway(spec, why="a test", api_key=None, limits=LimitsSpec())
@@ -240,7 +228,7 @@ async def test_a_worker_that_is_down_does_not_decide_the_way() -> None:
     up, down = gateway.workers
     with FakeSGLang() as worker:
         up.update(url=worker.url, labels={})
-        async with serving(gateway) as url:
+        async with serving(gateway.answer) as url:
             spec = GatewayEngine(kind="gateway", url=url)
             down.update(url=f"http://127.0.0.1:{free_port()}", labels={})
             assert "cannot be reached" in str(await reason_to_go_through(spec, {}))
@@ -354,7 +342,7 @@ async def test_odd_lists() -> None:
     """What is no worker is left out; what is no list is no gateway."""
     gateway = FakeGateway()
     gateway.workers += [None, 7, {}, {"url": 3}, {"url": "http://a", "load": "many"}]
-    async with serving(gateway) as url, aiohttp.ClientSession() as session:
+    async with serving(gateway.answer) as url, aiohttp.ClientSession() as session:
         assert len(await GatewayQuestions(session, url).workers()) == 2
         assert await is_gateway(url, {})
         assert not await is_gateway(f"{url}/nothing", {})
