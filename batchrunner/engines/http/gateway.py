@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -38,7 +38,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Request, RequestBody
+from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, SCORE_PATH, Request, RequestBody
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.client import HttpEngine
@@ -134,6 +134,22 @@ ONE_COMPLETION = (
 cache, and wait for it forever (https://github.com/sgl-project/sglang/pull/30723)."""
 HALVES_UNSUPPORTED: Mapping[str, str] = {"sampling.n": ONE_COMPLETION}
 """Parts of a job that prefill and decode workers cannot do, and why."""
+DROPPED = frozenset({"logit_bias", "spaces_between_special_tokens", "stop_regex", "structural_tag"})
+"""Sampling parameters that a gateway drops from requests to `/generate` if it reads requests (smg 1.13)."""
+_READS = (
+    "the gateway reads requests to choose a worker, and {} (to change that, start it with --policy "
+    "consistent_hashing and without prefill and decode workers, or set engine.route: workers)"
+)
+DROPS = _READS.format("drops this parameter of a prompt that is no chat")
+"""Reason why a gateway that reads requests gets no rows with parameters in DROPPED, except chats."""
+REFUSES_TAGS = _READS.format("refuses structural tags")
+"""Reason why a gateway that reads requests gets no rows with structural tags."""
+CHAT_LIMITS: Mapping[str, int] = {"sampling.n": 10, "sampling.stop": 4, "output.top_logprobs": 20}
+"""Largest values in chats that a gateway accepts if it reads requests (smg 1.13)."""
+NO_SCORES = f"a gateway does not pass on {SCORE_PATH}: set engine.route: workers, or give the workers' URLs"
+"""Reason why a gateway gets no requests for scores, which a batch file may have."""
+TAKE_ADAPTERS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+"""Endpoints of batch files at which SGLang reads a LoRA adapter in the field `lora_path`."""
 
 
 class _GatewayError(msgspec.Struct):
@@ -357,6 +373,10 @@ class ThroughGateway(HttpEngine):
         time (seconds of the monotonic clock)."""
         self._has_halves = False
         """Whether prefill and decode are apart."""
+        self._reads_requests = False
+        """Whether the gateway reads requests and writes them anew, which changes some of them."""
+        self._drops_adapters = False
+        """Whether the gateway drops the names of LoRA adapters, as it does for workers that speak gRPC."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._has_warned_of_circuit = False
@@ -406,6 +426,8 @@ class ThroughGateway(HttpEngine):
         self._has_keys = bool(keys)
         self._keys_are_proven = len(keys) > 1
         self._has_halves = any(worker.worker_type == "decode" for worker in workers)
+        self._drops_adapters = any(worker.is_grpc for worker in workers)
+        self._reads_requests = peculiarity is not None or not await self._passes_on_unread()
         for url, key in keys.items():
             self._workers.see(url).key = key
         # Without routing keys, the gateway is the only route.
@@ -426,14 +448,18 @@ class ThroughGateway(HttpEngine):
             one_by_one=peculiarity or info.one_by_one,
             only_short_share=f"{DROPS_INTERVAL}, and a bundle has an event for each token",
             prefix_rows_alone=not self._has_keys,
-            unsupported=self._unsupported(workers),
+            unsupported=self._unsupported(),
+            only_in_chats=dict.fromkeys(_as_parts(DROPPED), DROPS) if self._reads_requests else {},
+            chat_limits=CHAT_LIMITS if self._reads_requests else {},
             notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),
         )
 
-    def _unsupported(self, workers: Sequence[GatewayWorker]) -> dict[str, str]:
-        """Return the parts of a job that the workers cannot do, and why."""
-        unsupported = dict[str, str]()
-        if any(worker.is_grpc for worker in workers):
+    def _unsupported(self) -> dict[str, str]:
+        """Return the parts of a job that the gateway or its workers cannot do, and why."""
+        unsupported = {SCORE_PATH: NO_SCORES}
+        if self._reads_requests:
+            unsupported["sampling.structural_tag"] = REFUSES_TAGS
+        if self._drops_adapters:
             unsupported |= GRPC_UNSUPPORTED
         if self._has_halves:
             unsupported |= HALVES_UNSUPPORTED
@@ -498,22 +524,57 @@ class ThroughGateway(HttpEngine):
         return GatewaySender(self._row_session, URL(endpoint.address + path), headers, self._workers)
 
     def _refuse_unsendable(self, request: Request) -> None:
-        """Raise RowRefusedError for a row of a batch file that would get no answer; see `ONE_COMPLETION`."""
+        """Raise RowRefusedError for a row that would get no answer, or the answer to another request."""
         super()._refuse_unsendable(request)
-        if self._has_halves and request.kind == "body":
-            field_n = fields_of(request.prompt.content).get("n")
-            count = None if field_n is None else msgspec.json.decode(field_n)
-            if isinstance(count, int) and count > 1:
-                raise RowRefusedError(f"n: {ONE_COMPLETION}")
+        if request.kind == "body":
+            self._refuse_body(request.prompt)
+        elif self._reads_requests and request.kind != "messages":
+            # A function of the job may set parameters that the job does not have.
+            for name in DROPPED.intersection(request.sampling):
+                raise RowRefusedError(f"sampling.{name}: {DROPS}")
+
+    def _refuse_body(self, body: RequestBody) -> None:
+        """Raise RowRefusedError for a request of a batch file; see `_refuse_unsendable`."""
+        if body.path == SCORE_PATH:
+            raise RowRefusedError(NO_SCORES)
+        if not (self._has_halves or self._drops_adapters or self._adapter_in(body)):
+            return
+        fields = fields_of(body.content)
+        count = msgspec.json.decode(fields.get("n", b"null"))
+        if self._has_halves and isinstance(count, int) and count > 1:
+            raise RowRefusedError(f"n: {ONE_COMPLETION}")
+        if self._drops_adapters and (self._adapter_in(body) or "lora_path" in fields):
+            raise RowRefusedError(f"model {body.model!r}: {GRPC_UNSUPPORTED['sampling.lora_path']}")
+        if self._adapter_in(body) and body.path not in TAKE_ADAPTERS:
+            raise RowRefusedError(
+                f"model {body.model!r}: {body.path} takes no LoRA adapter through a gateway: use {CHAT_PATH}"
+            )
+
+    def _adapter_in(self, body: RequestBody) -> str | None:
+        """Return the LoRA adapter in a row's model name, which is `model:adapter`; None without one."""
+        name = body.model
+        return None if name is None or name in self._model_names else name.partition(":")[2] or None
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:  # noqa: ARG002
         """Return None, because a gateway does not pass on `/v1/tokenize` to its workers."""
         return None
 
+    async def _reply_to(self, endpoint: Endpoint, request: Request) -> bytes | list[bytes]:
+        """Send one request; see `HttpEngine`.
+
+        A gateway finds workers by the whole name of a model, so an adapter in the name becomes a field.
+        """
+        if request.kind == "body" and (adapter := self._adapter_in(request.prompt)):
+            content = wire.with_fields(request.prompt.content, {"lora_path": adapter})
+            request = request._replace(prompt=request.prompt._replace(content=content))
+        return await super()._reply_to(endpoint, request)
+
     async def _name_to_send(self, endpoint: Endpoint, body: RequestBody) -> str | None:  # noqa: ARG002
         """Return the model name that the gateway knows; warn once for each unknown name in the rows."""
         name = body.model
-        if name is not None and name not in self._model_names and name not in self._names_to_send:
+        if name is None or self._adapter_in(body):
+            return self._model_id
+        if name not in self._model_names and name not in self._names_to_send:
             log.warning("requests for the model %r are answered by %s", name, self._model_id)
             self._names_to_send[name] = self._model_id
         return self._model_id
@@ -782,13 +843,22 @@ class ThroughGateway(HttpEngine):
                     return None if answered_by else {}
         return keys
 
-    async def _worker_of(self, key: str) -> str | None:
+    async def _passes_on_unread(self) -> bool:
+        """Tell whether a worker gets requests as they are, which depends on the gateway's policy.
+
+        A gateway that reads requests refuses a negative seed itself.
+        """
+        return await self._worker_of("any", sampling_seed=-1) is not None
+
+    async def _worker_of(self, key: str, **sampling: int) -> str | None:
         """Return the URL of the worker to which a key leads; None if no worker answers.
 
-        The request has an invalid temperature, so the worker refuses it at once.
+        The request has an invalid temperature, so the worker refuses it at once. `sampling` are further
+        sampling parameters.
         """
         assert self._question_session is not None
-        body = {"model": self._model_id, "input_ids": [1], "sampling_params": {"temperature": -1}}
+        parameters = {"temperature": -1, **sampling}
+        body = {"model": self._model_id, "input_ids": [1], "sampling_params": parameters}
         url = URL(self.url + wire.GENERATE_PATH)
         sender = PostSender(self._question_session, url, headers={self._key_header: key})
         try:
@@ -805,6 +875,11 @@ class ThroughGateway(HttpEngine):
             self._key_search.cancel()
             await asyncio.gather(self._key_search, return_exceptions=True)
         await super().close()
+
+
+def _as_parts(sampling: Iterable[str]) -> list[str]:
+    """Return the names of sampling parameters as parts of a job, such as `sampling.stop_regex`."""
+    return [f"sampling.{name}" for name in sampling]
 
 
 def _rows_of(endpoint: Endpoint) -> int:

@@ -117,8 +117,8 @@ class FakeGateway:
                 body = await request.json()
                 key = request.headers.get(self.key_header)
                 self.asked += 1
-                chosen = key if self.keeps and key else str(self.asked)
-                worker = self.workers[sum(chosen.encode()) % len(self.workers)]["url"]
+                chosen = sum(key.encode()) if self.keeps and key else self.asked
+                worker = self.workers[chosen % len(self.workers)]["url"]
                 headers = {"x-smg-routed-worker-id": worker}
                 if worker == self.held:
                     self.hangs.set()
