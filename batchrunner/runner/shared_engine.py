@@ -97,11 +97,15 @@ class SharedEngine:
                     hint="use a model that accepts them; if its encoder is off, add --enable-multimodal",
                 )
         is_chat = job.prompt.is_chat
-        unsupported = {**self.info.unsupported}
-        if not is_chat:
-            unsupported |= self.info.only_in_chats
+        info = self.info
+        unsupported = {**info.unsupported}
+        unsupported |= info.unsupported_in_chats if is_chat else info.unsupported_elsewhere
         sampling = job.sampling.model_dump(exclude_defaults=True)
-        features = {*job.output.columns, *(f"sampling.{name}" for name in sampling)}
+        features = {
+            *job.output.columns,
+            *(f"prompt.{name}" for name in job.prompt.media),
+            *(f"sampling.{name}" for name in sampling),
+        }
         for feature in sorted(features & unsupported.keys()):
             raise EngineStartError(f"{feature}: the engine does not support this: {unsupported[feature]}")
         if is_chat:

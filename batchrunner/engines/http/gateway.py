@@ -14,10 +14,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -36,6 +36,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
     UnreachedError,
 )
+from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, SCORE_PATH, Request, RequestBody
@@ -64,6 +65,7 @@ from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import fields_of
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.output import OF_TOKENS
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.sglang.model_files import vocabulary_of
@@ -121,12 +123,20 @@ ASTRAY = (
     "--disable-worker-overload-protection)"
 )
 """Warning that a row was answered by another worker than the worker of its routing key."""
-_NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
+_GRPC = "the gateway's workers speak gRPC, for which the gateway "
+_NO_TEXTS = f"{_GRPC}returns tokens without their texts"
+_DROPS_ADAPTER = f"{_GRPC}drops the adapter's name"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
-    "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
+    "sampling.lora_path": _DROPS_ADAPTER,
     **dict.fromkeys(OF_TOKENS, _NO_TEXTS),
 }
 """Parts of a job that gRPC workers cannot do, and why."""
+GRPC_UNSUPPORTED_IN_CHATS: Mapping[str, str] = {"output_ids": f"{_GRPC}returns no token ids of chats"}
+"""Parts of a job that gRPC workers cannot do in chats, and why."""
+GRPC_UNSUPPORTED_ELSEWHERE: Mapping[str, str] = {
+    f"prompt.{field}": f"{_GRPC}drops the files of a prompt that is no chat" for field in KIND_OF_FIELD
+}
+"""Parts of a job that gRPC workers cannot do in prompts that are no chats, and why."""
 ONE_COMPLETION = (
     "with prefill and decode apart, SGLang does not answer a request for several completions (0.5.23)"
 )
@@ -134,16 +144,41 @@ ONE_COMPLETION = (
 cache, and wait for it forever (https://github.com/sgl-project/sglang/pull/30723)."""
 HALVES_UNSUPPORTED: Mapping[str, str] = {"sampling.n": ONE_COMPLETION}
 """Parts of a job that prefill and decode workers cannot do, and why."""
-DROPPED = frozenset({"logit_bias", "spaces_between_special_tokens", "stop_regex", "structural_tag"})
-"""Sampling parameters that a gateway drops from requests to `/generate` if it reads requests (smg 1.13)."""
+
+
+class LostParameters(NamedTuple):
+    """Sampling parameters that do not reach the workers, and why; by the name of the parameter."""
+
+    in_chats: Mapping[str, str]
+    elsewhere: Mapping[str, str]
+
+
 _READS = (
     "the gateway reads requests to choose a worker, and {} (to change that, start it with --policy "
     "consistent_hashing and without prefill and decode workers, or set engine.route: workers)"
 )
-DROPS = _READS.format("drops this parameter of a prompt that is no chat")
-"""Reason why a gateway that reads requests gets no rows with parameters in DROPPED, except chats."""
-REFUSES_TAGS = _READS.format("refuses structural tags")
-"""Reason why a gateway that reads requests gets no rows with structural tags."""
+NOTHING_LOST = LostParameters({}, {})
+"""Lost parameters of a gateway that passes requests on without reading them."""
+LOST_BY_READING = LostParameters(
+    in_chats={"structural_tag": _READS.format("refuses structural tags")},
+    elsewhere=dict.fromkeys(
+        ("logit_bias", "spaces_between_special_tokens", "stop_regex", "structural_tag"),
+        _READS.format("drops this parameter of a prompt that is no chat"),
+    ),
+)
+"""Lost parameters of a gateway that reads requests, such as for prefix caches, and writes them anew
+(smg 1.13)."""
+_LOST_BY_GRPC = dict.fromkeys(
+    (*LOST_BY_READING.elsewhere, "custom_params", THINKING), f"{_GRPC}drops this parameter"
+)
+LOST_BY_GRPC = LostParameters(
+    in_chats=_LOST_BY_GRPC | {"min_new_tokens": f"{_GRPC}drops this parameter of a chat"},
+    elsewhere=_LOST_BY_GRPC,
+)
+"""Lost parameters of gRPC workers (smg 1.13, smg-grpc-proto 0.4). A seed is dropped too, which SGLang would
+ignore unless its server is deterministic."""
+LOST_FIELDS = frozenset({"custom_params", "logit_bias", "lora_path", "min_tokens", "stop_regex"})
+"""Fields of requests in batch files that the gateway drops for gRPC workers."""
 CHAT_LIMITS: Mapping[str, int] = {"sampling.n": 10, "sampling.stop": 4, "output.top_logprobs": 20}
 """Largest values in chats that a gateway accepts if it reads requests (smg 1.13)."""
 NO_SCORES = f"a gateway does not pass on {SCORE_PATH}: set engine.route: workers, or give the workers' URLs"
@@ -373,10 +408,10 @@ class ThroughGateway(HttpEngine):
         time (seconds of the monotonic clock)."""
         self._has_halves = False
         """Whether prefill and decode are apart."""
-        self._reads_requests = False
-        """Whether the gateway reads requests and writes them anew, which changes some of them."""
-        self._drops_adapters = False
-        """Whether the gateway drops the names of LoRA adapters, as it does for workers that speak gRPC."""
+        self._speaks_grpc = False
+        """Whether any worker speaks gRPC."""
+        self._lost = NOTHING_LOST
+        """Sampling parameters that do not reach the workers."""
         self._halves_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._has_warned_of_circuit = False
@@ -426,8 +461,11 @@ class ThroughGateway(HttpEngine):
         self._has_keys = bool(keys)
         self._keys_are_proven = len(keys) > 1
         self._has_halves = any(worker.worker_type == "decode" for worker in workers)
-        self._drops_adapters = any(worker.is_grpc for worker in workers)
-        self._reads_requests = peculiarity is not None or not await self._passes_on_unread()
+        self._speaks_grpc = any(worker.is_grpc for worker in workers)
+        if self._speaks_grpc:
+            self._lost = LOST_BY_GRPC
+        elif self._has_halves or not await self._passes_on_unread():
+            self._lost = LOST_BY_READING
         for url, key in keys.items():
             self._workers.see(url).key = key
         # Without routing keys, the gateway is the only route.
@@ -449,21 +487,30 @@ class ThroughGateway(HttpEngine):
             only_short_share=f"{DROPS_INTERVAL}, and a bundle has an event for each token",
             prefix_rows_alone=not self._has_keys,
             unsupported=self._unsupported(),
-            only_in_chats=dict.fromkeys(_as_parts(DROPPED), DROPS) if self._reads_requests else {},
-            chat_limits=CHAT_LIMITS if self._reads_requests else {},
+            unsupported_in_chats=self._unsupported_in_chats(),
+            unsupported_elsewhere=self._unsupported_elsewhere(),
+            chat_limits={} if self._lost is NOTHING_LOST else CHAT_LIMITS,
             notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),
         )
 
     def _unsupported(self) -> dict[str, str]:
         """Return the parts of a job that the gateway or its workers cannot do, and why."""
         unsupported = {SCORE_PATH: NO_SCORES}
-        if self._reads_requests:
-            unsupported["sampling.structural_tag"] = REFUSES_TAGS
-        if self._drops_adapters:
+        if self._speaks_grpc:
             unsupported |= GRPC_UNSUPPORTED
         if self._has_halves:
             unsupported |= HALVES_UNSUPPORTED
         return unsupported
+
+    def _unsupported_in_chats(self) -> dict[str, str]:
+        """Return the parts of a job that do not work in chats, and why."""
+        lost = _as_parts(self._lost.in_chats)
+        return {**lost, **GRPC_UNSUPPORTED_IN_CHATS} if self._speaks_grpc else lost
+
+    def _unsupported_elsewhere(self) -> dict[str, str]:
+        """Return the parts of a job that do not work in prompts that are no chats, and why."""
+        lost = _as_parts(self._lost.elsewhere)
+        return {**lost, **GRPC_UNSUPPORTED_ELSEWHERE} if self._speaks_grpc else lost
 
     def _note(self, workers: Sequence[GatewayWorker]) -> str:
         """Return a note for the user: why rows go through the gateway, and who chooses their worker."""
@@ -528,27 +575,32 @@ class ThroughGateway(HttpEngine):
         super()._refuse_unsendable(request)
         if request.kind == "body":
             self._refuse_body(request.prompt)
-        elif self._reads_requests and request.kind != "messages":
-            # A function of the job may set parameters that the job does not have.
-            for name in DROPPED.intersection(request.sampling):
-                raise RowRefusedError(f"sampling.{name}: {DROPS}")
+            return
+        # A function of the job may make prompts of several kinds, and set parameters that the job lacks.
+        lost = self._lost.in_chats if request.kind == "messages" else self._lost.elsewhere
+        for name in lost.keys() & request.sampling.keys():
+            raise RowRefusedError(f"sampling.{name}: {lost[name]}")
 
     def _refuse_body(self, body: RequestBody) -> None:
         """Raise RowRefusedError for a request of a batch file; see `_refuse_unsendable`."""
         if body.path == SCORE_PATH:
             raise RowRefusedError(NO_SCORES)
-        if not (self._has_halves or self._drops_adapters or self._adapter_in(body)):
+        if self._adapter_in(body):
+            if self._speaks_grpc:
+                raise RowRefusedError(f"model {body.model!r}: {_DROPS_ADAPTER}")
+            if body.path not in TAKE_ADAPTERS:
+                raise RowRefusedError(
+                    f"model {body.model!r}: {body.path} takes no LoRA adapter through a gateway: "
+                    f"use {CHAT_PATH}"
+                )
+        if not (self._has_halves or self._speaks_grpc):
             return
-        fields = fields_of(body.content)
-        count = msgspec.json.decode(fields.get("n", b"null"))
+        fields = {name: value for name, value in fields_of(body.content).items() if bytes(value) != b"null"}
+        count = msgspec.json.decode(fields.get("n", b"1"))
         if self._has_halves and isinstance(count, int) and count > 1:
             raise RowRefusedError(f"n: {ONE_COMPLETION}")
-        if self._drops_adapters and (self._adapter_in(body) or "lora_path" in fields):
-            raise RowRefusedError(f"model {body.model!r}: {GRPC_UNSUPPORTED['sampling.lora_path']}")
-        if self._adapter_in(body) and body.path not in TAKE_ADAPTERS:
-            raise RowRefusedError(
-                f"model {body.model!r}: {body.path} takes no LoRA adapter through a gateway: use {CHAT_PATH}"
-            )
+        for name in sorted(LOST_FIELDS & fields.keys()) if self._speaks_grpc else ():
+            raise RowRefusedError(f"{name}: {_GRPC}drops this field")
 
     def _adapter_in(self, body: RequestBody) -> str | None:
         """Return the LoRA adapter in a row's model name, which is `model:adapter`; None without one."""
@@ -877,9 +929,9 @@ class ThroughGateway(HttpEngine):
         await super().close()
 
 
-def _as_parts(sampling: Iterable[str]) -> list[str]:
-    """Return the names of sampling parameters as parts of a job, such as `sampling.stop_regex`."""
-    return [f"sampling.{name}" for name in sampling]
+def _as_parts(lost: Mapping[str, str]) -> dict[str, str]:
+    """Return lost sampling parameters by the part of the job, such as `sampling.stop_regex`."""
+    return {f"sampling.{name}": why for name, why in lost.items()}
 
 
 def _rows_of(endpoint: Endpoint) -> int:

@@ -303,6 +303,34 @@ async def test_several_completions_of_a_row_of_a_batch_file() -> None:
         assert not gateway.sent
 
 
+@pytest.mark.parametrize(
+    ("body", "model", "reason"),
+    [
+        (b'{"messages": [], "logit_bias": {"5": 1}}', "m", "logit_bias: the gateway's workers speak gRPC"),
+        (b'{"messages": [], "lora_path": "a"}', "m", "lora_path: the gateway's workers speak gRPC"),
+        (b'{"messages": []}', "m:a", "model 'm:a': the gateway's workers speak gRPC"),
+        (b'{"messages": [], "logit_bias": null}', "m", None),
+    ],
+)
+async def test_workers_that_speak_grpc(body: bytes, model: str, reason: str | None) -> None:
+    """A request of a batch file is not sent if the gateway would drop a part of it; nor files of a text."""
+    gateway = FakeGateway()
+    for worker in gateway.workers:
+        worker["connection_mode"] = "grpc"
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert "drops the files" in info.unsupported_elsewhere["prompt.images"]
+        assert "prompt.images" not in info.unsupported_in_chats
+        prompt = RequestBody(CHAT_PATH, body, model, 0)
+        row = request(0, "")._replace(kind="body", prompt=prompt, sampling={})
+        if reason is None:
+            engine._refuse_unsendable(row)
+            return
+        with pytest.raises(RowRefusedError, match=reason):
+            await engine.generate(row, info.routes[0])
+        assert not gateway.sent
+
+
 async def test_a_worker_that_is_down_gets_a_key_once_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other workers have routes meanwhile."""
     monkeypatch.setattr(TIMING, "model_check", 0.001)
