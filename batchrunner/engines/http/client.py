@@ -616,8 +616,10 @@ class HttpEngine(Engine):
         A row whose answer is missing or invalid does not end: the caller sends it again alone.
         """
         contents = await self._post_task(endpoint, requests)
+        task = requests[0].task
+        assert task is not None
         try:
-            results = replies.answers_of(requests, contents)
+            results = task.answers(requests, contents)
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         await self.guard.check_answer(endpoint, None)
