@@ -47,7 +47,7 @@ def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptatio
     if not isinstance(engine, LaunchedFleet) or engine.memory is None:
         return None
     servers = {
-        server: ServerWatch(run_dir, server.url, server.log_path, server.log_begins)
+        server: ServerWatch(run_dir, server.url, server.log_path, server.log_offset)
         for server in engine.servers
     }
     return Adaptation(servers, engine.memory, ends_at)

@@ -152,7 +152,7 @@ class LaunchedFleet(HttpEngine):
 
     def start_of(self, url: str) -> int:
         """Return a number that changes whenever the server is started again."""
-        return self._replicas[url].log_begins
+        return self._replicas[url].log_offset
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send a request once, as soon as its server is up; see `Engine.generate`."""
@@ -183,7 +183,7 @@ class LaunchedFleet(HttpEngine):
                 replica.has_work = endpoint.in_flight > 0
                 endpoint.hangs.restarted()
             elif hang := endpoint.hang_among(loads):
-                replica.hangs(hang)
+                replica.report_hang(hang)
         return loads
 
     def _new_endpoint(self, url: str) -> Endpoint:
