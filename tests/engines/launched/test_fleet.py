@@ -30,11 +30,11 @@ from tests.support.server_thread import PATIENCE_S
 
 
 def test_gpus_are_dealt_out() -> None:
-    assert gpu_slices(["4", "5", "6"], 2, "auto") == [["4", "5"]]
+    assert gpu_slices(["4", "5", "6"], gpus_per_replica=2, replicas="auto") == [["4", "5"]]
     with pytest.raises(EngineStartError, match="needs 2 GPUs: this machine has 1"):
-        gpu_slices(["0"], 2, "auto")
+        gpu_slices(["0"], gpus_per_replica=2, replicas="auto")
     with pytest.raises(EngineStartError, match="needs 3 GPUs: this machine has 2"):
-        gpu_slices(["0", "1"], 1, 3)
+        gpu_slices(["0", "1"], gpus_per_replica=1, replicas=3)
 
 
 @pytest.mark.parametrize(
