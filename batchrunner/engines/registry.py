@@ -169,7 +169,7 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     from batchrunner.sglang.device import MEAN_POOLING, on_cpu  # noqa: PLC0415 - for launched servers alone
 
     config = read_config(spec.model)
-    check_architecture(task, config.get("architectures"), f"engine.model: {spec.model}")
+    check_architecture(task, config.get("architectures"), subject=f"engine.model: {spec.model}")
     pooling = {} if forward_task.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
     env = MEAN_POOLING | spec.env if takes_mean(spec.model) else spec.env
     return spec.model_copy(update={"args": pooling | spec.args, "env": env})

@@ -57,7 +57,7 @@ from batchrunner.engines.http.server import Endpoint, SentRequest
 from batchrunner.engines.http.server_info import (
     NOT_REACHED,
     ServerStatus,
-    check_does,
+    check_task,
     describe,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
@@ -328,7 +328,7 @@ class ThroughGateway(HttpEngine):
         """`why` is the reason why rows go through the gateway that `spec` describes."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._headers |= spec.headers
-        self._no_events = DROPS_INTERVAL
+        self._why_unwatched = DROPS_INTERVAL
         self.url = spec.url
         self._why = why
         self._key_header = spec.routing_key_header
@@ -397,7 +397,7 @@ class ThroughGateway(HttpEngine):
         # compare.
         self.guard.model = common_model([worker.model for worker in workers if worker.labels] or [{}])
         self._vocabulary = vocabulary_of(str(model["model_path"]))
-        check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
+        check_task(self._task, model, subject=f"{self.url}: serves {model['model_path']}")
         self._in_use = urls_in_use(workers)
         # If any worker is no regular HTTP server, the gateway must choose the worker of each request, so no
         # routing keys are searched.
@@ -414,7 +414,8 @@ class ThroughGateway(HttpEngine):
             endpoint.arguments = server
         self.serving = [*self.endpoints.values()]
         self._reports_load = True
-        info = describe([model], [server], self._loads_now(workers, time.monotonic()))
+        loads = self._loads_now(workers, time.monotonic())
+        info = describe(model_infos=[model], server_infos=[server], loads=loads)
         self._no_thinking_budget = info.no_thinking_budget
         return replace(
             info,

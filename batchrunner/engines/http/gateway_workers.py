@@ -27,9 +27,9 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import another_model, model_in
 from batchrunner.engines.http.proxies import by_proxy
 from batchrunner.engines.http.server_info import (
+    GATEWAY_WORKERS,
     KEY_REFUSED,
     NOT_REACHED,
-    WORKERS,
     Requests,
     ServerStatus,
     in_words,
@@ -405,7 +405,7 @@ class GatewayQuestions:
         timeout_s = TIMING.server_open if timeout_s is None else timeout_s
         status, reply = 0, dict[str, Any]()
         if self._lists_workers:
-            status, reply = await self._get(WORKERS, timeout_s)
+            status, reply = await self._get(GATEWAY_WORKERS, timeout_s)
             if isinstance(reply.get("workers"), list):
                 return _read_workers(reply["workers"])
         is_refused = status in KEY_REFUSED
@@ -421,8 +421,8 @@ class GatewayQuestions:
                 f"{self.url}: refuses the API key ({status}){by_proxy(self.url)}: see engine.api_key_env"
             )
         raise EngineDownError(
-            f"{self.url}: is not SGLang's Model Gateway (no path {WORKERS}): correct engine.url, or write "
-            f"`engine: {self.url}` if a server is there"
+            f"{self.url}: is not SGLang's Model Gateway (no path {GATEWAY_WORKERS}): correct engine.url, or "
+            f"write `engine: {self.url}` if a server is there"
         )
 
     async def _workers_in_loads(self, timeout_s: float) -> list[GatewayWorker]:

@@ -107,7 +107,7 @@ class LaunchedFleet(HttpEngine):
         if THINK_LIMIT in spec.env:
             # With a default budget, every reasoning parser supports the thinking budgets of rows.
             described = [endpoint.arguments for endpoint in self.serving if endpoint.arguments is not None]
-            reasons = [why_no_budget(arguments, any_parser=True) for arguments in described]
+            reasons = [why_no_budget(arguments, has_default_budget=True) for arguments in described]
             self._no_thinking_budget = next(filter(None, reasons), None)
             info = dataclasses.replace(info, no_thinking_budget=self._no_thinking_budget)
         self._watch_loops = [asyncio.create_task(server.watch()) for server in servers]
@@ -190,8 +190,8 @@ class LaunchedFleet(HttpEngine):
             # `has_work` is false.
             if not replica.up:
                 replica.has_work = endpoint.in_flight > 0
-                endpoint.hangs.restarted()
-            elif hang := endpoint.hang_among(loads):
+                endpoint.hang_detector.restarted()
+            elif hang := endpoint.check_for_hang(loads):
                 replica.report_hang(hang)
         return loads
 

@@ -171,7 +171,7 @@ async def test_a_worker_that_hangs() -> None:
         await engine.open()
         hanging, other = (worker["url"] for worker in gateway.workers)
         gateway.held = hanging
-        engine.endpoints[hanging].hangs = HangDetector(0.0)
+        engine.endpoints[hanging].hang_detector = HangDetector(0.0)
         row = asyncio.create_task(engine.generate(request(0, "a"), hanging))
         await gateway.hangs.wait()
         for _ in range(3):
