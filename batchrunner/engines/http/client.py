@@ -1072,14 +1072,15 @@ class AttachedServers(HttpEngine):
         """
         from batchrunner.engines.http.gateway_workers import (  # noqa: PLC0415 - for few jobs
             GatewayQuestions,
-            workers_of,
+            workers_of_model,
         )
 
         async with aiohttp.ClientSession(headers={**self._headers, **gateway.headers}) as session:
-            listed = await GatewayQuestions(session, gateway.url).workers()
+            workers = await GatewayQuestions(session, gateway.url).workers()
+        # Without `engine.model`, all workers are used. The checks of their models refuse other models.
         if gateway.model is not None:
-            listed = workers_of(gateway.model, listed, gateway.url)
-        addresses = [worker.address for worker in listed if not (worker.is_grpc or worker.is_leaving)]
+            workers = workers_of_model(workers, model=gateway.model, gateway_url=gateway.url)
+        addresses = [worker.address for worker in workers if not (worker.is_grpc or worker.is_leaving)]
         return list(dict.fromkeys(addresses))
 
     def _update_workers(self, urls: Sequence[str]) -> None:

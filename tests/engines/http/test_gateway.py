@@ -329,6 +329,17 @@ async def test_a_key_that_may_not_list_the_workers() -> None:
         assert len(await engine.loads()) == 2
 
 
+async def test_a_gateway_that_is_away_for_a_key_that_may_not_list_the_workers() -> None:
+    """The reason is the lost connection, and not that the server is no gateway."""
+    gateway = FakeGateway(lists=False)
+    async with aiohttp.ClientSession() as session:
+        async with serving(gateway.answer) as url:
+            questions = GatewayQuestions(session, url)
+            assert len(await questions.workers()) == 2
+        with pytest.raises(EngineDownError, match="no connection to"):
+            await questions.workers()
+
+
 async def test_a_worker_of_another_name_gets_no_rows() -> None:
     """A gateway may serve several models: the workers of others are none of the run's."""
     gateway = FakeGateway()
