@@ -811,7 +811,8 @@ class ThroughGateway(HttpEngine):
             if endpoint is None:
                 endpoint = self.endpoints[url] = self._new_endpoint(url)
                 self.serving.append(endpoint)
-            endpoint.set_listed(is_listed=True)
+            # The gateway may have stopped using the worker during the search.
+            endpoint.set_listed(is_listed=url in self._in_use)
             # New senders are created when needed, with the new routing key.
             endpoint.senders.clear()
 

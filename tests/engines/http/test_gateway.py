@@ -1,6 +1,7 @@
 """Answers of a Model Gateway, as smg 1.13.0 gave them: refusals, lists of workers, loads, keys."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,7 +23,14 @@ from batchrunner.core.timing import TIMING
 from batchrunner.core.types import CHAT_PATH, RequestBody
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.connections import free_port
-from batchrunner.engines.http.gateway import ThroughGateway, code_of, reason_to_go_through, refusal_of
+from batchrunner.engines.http.gateway import (
+    CONFIRMATIONS,
+    ROUTED_TO,
+    ThroughGateway,
+    code_of,
+    reason_to_go_through,
+    refusal_of,
+)
 from batchrunner.engines.http.gateway_workers import GatewayQuestions
 from batchrunner.engines.http.replies import WholeAnswer
 from batchrunner.engines.http.server_info import is_gateway
@@ -317,6 +325,45 @@ async def test_a_worker_that_is_down_gets_a_key_once_it_answers(monkeypatch: pyt
             pass
         assert (await engine.generate(request(0, "a"), down)).texts == ["a"]
         assert gateway.sent[-1][0] == down
+
+
+class HoldsLastConfirmation(FakeGateway):
+    """A gateway that holds the answer which confirms the routing key of one worker for the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow_worker: str | None = None
+        self.holds, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.asked_with = Counter[str | None]()
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        response = await super().answer(request)
+        key = request.headers.get(self.key_header)
+        self.asked_with[key] += 1
+        is_last = self.asked_with[key] == 1 + CONFIRMATIONS
+        if is_last and response.headers.get(ROUTED_TO) == self.slow_worker:
+            self.holds.set()
+            await self.goes_on.wait()
+        return response
+
+
+async def test_a_worker_that_leaves_during_a_search_for_keys() -> None:
+    """A worker that the gateway stops using while its key is searched gets no rows after the search."""
+    gateway = HoldsLastConfirmation()
+    first, second = gateway.workers
+    async with opened(gateway) as engine:
+        await engine.open()
+        gateway.slow_worker = second["url"]
+        gateway.workers.append({**first, "url": "http://10.0.0.3:30000"})
+        await engine.loads()
+        await gateway.holds.wait()
+        second["is_healthy"] = False
+        await engine.loads()
+        gateway.goes_on.set()
+        while len(await engine.loads()) < 2:
+            pass
+        with pytest.raises(EngineDownError, match=f"the gateway sends no rows to {second['url']} now"):
+            await engine.generate(request(0, "a"), second["url"])
 
 
 async def test_a_key_that_may_not_list_the_workers() -> None:
