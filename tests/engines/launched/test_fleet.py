@@ -82,6 +82,22 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         batchrunner.run(job_of(tmp_path, engine))
 
 
+async def test_an_interpreter_that_does_not_read_its_configuration(tmp_path: Path) -> None:
+    """A program that ends before it has read its configuration is reported like any failed start."""
+    python = tmp_path / "no-python"
+    python.write_text("#!/bin/sh\nsleep 0.2\nexit 3\n")
+    python.chmod(0o755)
+    # The configuration does not fit into the pipe, so the write is pending when the program ends.
+    args = {"json-model-override-args": {"name": "x" * 200_000}}
+    spec = ServerEngine(**launchable(tmp_path, "") | {"python": str(python), "args": args})
+    fleet = LaunchedFleet(spec, log_dir=tmp_path, limits=LimitsSpec())
+    try:
+        with pytest.raises(EngineStartError, match=r"the engine did not start \(exit 3\)"):
+            await fleet.open()
+    finally:
+        await fleet.close()
+
+
 ANSWERS = """
 Path(os.environ["SEEN"]).write_text(json.dumps(sys.argv[1:]))
 if int(dict(zip(sys.argv, sys.argv[1:])).get("--tokenizer-worker-num", 1)) > 1:
