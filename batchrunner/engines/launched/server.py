@@ -568,7 +568,7 @@ async def launch(
         raise EngineStartError(f"engine.python {python}: cannot be run: {failure}") from None
     # The configuration, which has the API key, goes through a pipe, because other users can read arguments.
     assert process.stdin is not None
-    # A process that ends before it has read the configuration is noticed later, like any other death. Of a
+    # A process that ends before it has read the configuration is noticed later, like any other death. For a
     # pipe that is closed already, uvloop raises RuntimeError.
     with contextlib.suppress(ConnectionError, RuntimeError):
         process.stdin.write(orjson.dumps(config) + b"\n")
