@@ -375,7 +375,7 @@ class HttpEngine(Engine):
         """Let the first replica tokenize a prompt; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         endpoint = next(iter(self.endpoints.values()))
-        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body=body, read=self._whole)
+        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body=body, read=self._read_whole)
         if answer.status in NO_SUCH_PATH:
             return None
         if answer.status != _OK:
@@ -566,14 +566,14 @@ class HttpEngine(Engine):
         rid_field = wire.RID_FIELDS.get(path)
         rids = (str(fields[rid_field]),) if rid_field in fields else ()
         body = wire.with_fields(body, fields) if fields else body
-        answer = await self._exchange(endpoint, path, body=body, read=self._whole, rids=rids)
+        answer = await self._exchange(endpoint, path, body=body, read=self._read_whole, rids=rids)
         if not answer.is_json:
             raise self._refusal(endpoint, answer)
         return answer.content
 
-    async def _whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
+    async def _read_whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
         """Read the body of an answer. At most LARGE_AT_ONCE large answers are read at the same time."""
-        return await replies.whole(answer, self._large_answers)
+        return await replies.read_whole(answer, self._large_answers)
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
         """Return fields to add to a body: the request id (`rid`), by which the request can be aborted.
@@ -892,7 +892,7 @@ class BundleAnswer:
         """
         content_type = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if content_type != "text/event-stream":
-            return await replies.whole(answer, self.large_answers)
+            return await replies.read_whole(answer, self.large_answers)
         lines = replies.EventLines()
         try:
             # The timeout begins when all rows have ended. A server might leave the stream open after that.

@@ -349,7 +349,7 @@ class ThroughGateway(HttpEngine):
         self._routing_key_header = spec.routing_key_header
         self._model_of_job = spec.model
         """Model name that the job gives as `engine.model`; None if the gateway serves one model only."""
-        self._gateway: GatewayQuestions | None = None
+        self._gateway_questions: GatewayQuestions | None = None
         """Asks the gateway for its workers; None before `open`."""
         self._model_id = ""
         """Model name by which the gateway finds the workers."""
@@ -390,14 +390,14 @@ class ThroughGateway(HttpEngine):
         connections, limited_by = open_connections(1)
         self._open_sessions()
         assert self._question_session is not None
-        self._gateway = GatewayQuestions(self._question_session, self.url)
+        self._gateway_questions = GatewayQuestions(self._question_session, self.url)
         if self._task not in TASKS_PASSED:
             raise EngineStartError(
                 f"task: {self._task} needs requests that the gateway {self.url} does not pass on",
                 hint="set engine.route: workers, or list the workers as engine.urls",
             )
         asked_at = time.monotonic()
-        listed = await _workers_at_start(self._gateway)
+        listed = await _workers_at_start(self._gateway_questions)
         workers = workers_of_model(listed, model=self._model_of_job, gateway_url=self.url)
         self._observe(workers)
         self._worker_states.listed_at = asked_at
@@ -611,11 +611,11 @@ class ThroughGateway(HttpEngine):
 
         Raises AnotherModelError for a worker that serves another model under the run's name.
         """
-        if self._gateway is None or not self._reports_load:
+        if self._gateway_questions is None or not self._reports_load:
             return []
         asked_at = time.monotonic()
         try:
-            workers = await self._gateway.workers(TIMING.status_timeout)
+            workers = await self._gateway_questions.workers(TIMING.status_timeout)
         except EngineDownError as failure:
             self._record_absence(str(failure))
             return []

@@ -253,7 +253,7 @@ class WholeAnswer(msgspec.Struct):
         return self.status == _OK and self.content.lstrip().startswith(JSON_BEGINS)
 
 
-async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
+async def read_whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
     """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES.
 
     `large_answers` has the LARGE_AT_ONCE permits to read an answer of more than LARGE_BYTES.

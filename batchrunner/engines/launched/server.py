@@ -263,11 +263,11 @@ class SGLangServer:
         # `_watch` handles a planned restart like a hang, but first lets the rows end.
         self.report_hang(PLANNED)
 
-    def keep(self) -> None:
+    def end_trial(self) -> None:
         """End the trial of the tuned flags: if the server dies from now on, it keeps them."""
         self._previous, self._is_recalled = None, False
 
-    def stay(self) -> None:
+    def forbid_changes(self) -> None:
         """Forbid restarts with other flags, and let no row wait for a restart, because the run is ending."""
         self._is_run_ending = True
         self._settled.set()
@@ -416,8 +416,8 @@ class SGLangServer:
     async def ready(self) -> None:
         """Wait until the server is up.
 
-        Raises EngineLostError if the server will never be up again. After a call of `stay`, the run is
-        ending, so rows do not wait: EngineDownError is raised at once if the server is not up.
+        Raises EngineLostError if the server will never be up again. After a call of `forbid_changes`, the run
+        is ending, so rows do not wait: EngineDownError is raised at once if the server is not up.
         """
         if not self._is_run_ending:
             await self._settled.wait()
