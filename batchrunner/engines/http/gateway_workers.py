@@ -259,7 +259,9 @@ def disaggregated_report(workers: Sequence[GatewayWorker]) -> WorkerLoad:
     waiting_for_prefill = sum(worker.report.num_waiting_reqs for worker in prefill_workers)
     waiting_for_decode = sum(worker.waiting_for_batch for worker in decode_workers)
     report.num_waiting_reqs = waiting_for_prefill + waiting_for_decode
-    report.reported_at = [worker.report.reported_at for worker in workers]
+    times = [worker.report.reported_at for worker in workers]
+    # If the gateway could read no report, the sum is no report either.
+    report.reported_at = times if any(time is not None for time in times) else None
     return report
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -294,6 +295,22 @@ async def test_the_load_of_prefill_and_decode() -> None:
         (load,) = await engine.loads()
         assert info.routes == (load.route,) == (engine.url,)
         assert (load.running, load.queue, load.token_usage, load.max_running) == (25, 19, 0.1, 32)
+
+
+async def test_reports_of_prefill_and_decode_that_cannot_be_read() -> None:
+    """The last reports that the gateway could read count further, as for regular workers."""
+    gateway = FakeGateway()
+    for worker, kind in zip(gateway.workers, ("prefill", "decode"), strict=True):
+        report = {"num_running_reqs": 9, "token_usage": 0.5}
+        worker |= {"worker_type": kind, "engine_load": {"timestamp": "1", "loads": [report]}}
+    async with opened(gateway) as engine:
+        await engine.open()
+        (load_before,) = await engine.loads()
+        for worker in gateway.workers:
+            worker["engine_load"] = None
+        (load,) = await engine.loads()
+        assert replace(load, taken_at=load_before.taken_at) == load_before
+        assert load.token_usage == 0.5
 
 
 async def test_several_completions_of_a_row_of_a_batch_file() -> None:
