@@ -686,10 +686,11 @@ class ThroughGateway(HttpEngine):
         )
 
     def _in_flight_at(self, worker: GatewayWorker) -> int:
-        """Return the number of requests at a worker, of this run and of others; a row counts as a request.
+        """Return the number of requests at a worker, of this run and of others.
 
-        If the gateway does not report its requests, those of others are left out, or the last load report
-        counts.
+        A bundle of this run counts as many requests as it has rows. If the gateway does not report its number
+        of requests at the worker, the requests of others are unknown: they are left out if the worker is a
+        route, and else the last load report counts.
         """
         endpoint = self.endpoints.get(worker.url)
         if self._has_keys and endpoint is not None:

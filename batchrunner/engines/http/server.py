@@ -110,7 +110,8 @@ class Endpoint:
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
     """Time limit of a proxy between this machine and the server, once it has been learned."""
     is_listed: bool = True
-    """Whether the gateway lists the server; always true without a gateway."""
+    """Whether the gateway lists the server, and uses it if rows go through the gateway. Always true without a
+    gateway."""
     hang_pause: HangPause | None = None
     """Pause in which the server gets no rows; None if the server does not hang."""
     why_closed: str | None = None
