@@ -7,7 +7,13 @@ import pytest
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.tuning.flags import FLAGS, OF_DECODING, Server, next_setting, with_memory
+from batchrunner.tuning.flags import (
+    DECODING_SIGNS,
+    FLAGS,
+    Server,
+    next_setting,
+    with_memory,
+)
 from batchrunner.tuning.signals import FLAG_SIGNS
 
 
@@ -33,7 +39,7 @@ def test_a_server_must_have_what_a_flag_needs() -> None:
             assert sign in FLAG_SIGNS
             assert flag.fits(sign, on_cpu) == (flag.needs in {None, "a CPU"})
             embedding = Server(server().facts, decodes=False)
-            assert flag.fits(sign, embedding) == (flag.needs != "a CPU" and sign not in OF_DECODING)
+            assert flag.fits(sign, embedding) == (flag.needs != "a CPU" and sign not in DECODING_SIGNS)
 
 
 @pytest.mark.parametrize(

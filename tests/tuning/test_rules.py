@@ -87,7 +87,7 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "killed on a CPU": (
         LogWriter().started(device="cpu", max_total_tokens=20000).decode(30)
         .say("Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup..."),
-        {"killed": "--max-total-tokens 225000, or more memory for it (the machine's, the container's or "
+        {"killed": "--max-total-tokens 225000, or more host memory (of the machine, the container, or "
          "Slurm's --mem), if `dmesg` says `oom-kill`"},
     ),
     "crashed": (
