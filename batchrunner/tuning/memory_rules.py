@@ -37,7 +37,7 @@ def pool_small(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the KV pool of a server on a CPU holds fewer requests than may run."""
     pool_tokens = situation.server.value_of("max-total-tokens")
     most, running = situation.max_running, situation.server.running
-    if not most or running < 1:
+    if pool_tokens is None or not most or running < 1:
         return None
     if not situation.short_of_pool and not situation.retracts_often:
         return None

@@ -383,6 +383,13 @@ def test_a_small_pool_is_made_larger(
     assert found.get("pool-small", {}).get("max-total-tokens") == pool
 
 
+def test_a_pool_of_unknown_size_gets_no_advice() -> None:
+    """A log of a server on a CPU that lacks the line with the pool's size still gets the other advice."""
+    log = LogWriter().started(device="cpu", max_running_requests=128)
+    log.lines.pop()
+    assert "pool-small" not in named(log.decode(30, r=32, u=0.95))
+
+
 SHORT = {"outputs": 600, "output_tokens": 24_000}
 
 
