@@ -1381,11 +1381,11 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
 def with_companions(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return a flag's next value for a sign, with the flags that must change together with it.
 
-    Empty if no value remains.
+    Empty if no value remains, or if the installed SGLang lacks the flag or the value.
     """
     values = FLAGS[name].values(sign, server)
     args = flags.setting(name, values[0]) if values else {}
-    if not values:
+    if not args:
         return {}
     for companion, setting in companions_of(name, values[0], server).items():
         args |= flags.setting(companion, setting)
