@@ -47,7 +47,7 @@ def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptatio
     if not isinstance(engine, LaunchedFleet) or engine.memory is None:
         return None
     servers = {
-        server: ServerWatch(run_dir, server.url, server.log_path, server.log_begins)
+        server: ServerWatch(run_dir, server.url, server.log_path, server.log_offset)
         for server in engine.servers
     }
     return Adaptation(servers, engine.memory, ends_at)
@@ -89,7 +89,7 @@ class Adaptation:
     def stop(self) -> None:
         """Restart no more servers, because the run stops."""
         for server in self._servers:
-            server.stay()
+            server.forbid_changes()
 
     def _tune(self) -> Iterator[None]:
         """Try one step after another for ever. Each `yield` waits for the next load sample."""
@@ -97,7 +97,7 @@ class Adaptation:
             yield from self._measure_window()
             for server, watch in self._servers.items():
                 # A server that has worked for a whole window keeps its flags even if it dies later.
-                server.keep()
+                server.end_trial()
                 step = None if server.lost else self._next_step(server, watch)
                 if step is not None:
                     yield from self._try(server, step)
@@ -164,7 +164,7 @@ class Adaptation:
         server.adapt(new_args, step.why)
         yield from self._measure_window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
         # From now on, the server keeps its flags even if it dies.
-        server.keep()
+        server.end_trial()
         # If the server has other flags now, it failed to start with the new ones. That counts as a loss of
         # all speed.
         has_new_args = server.adapted == new_args
@@ -195,7 +195,7 @@ class Adaptation:
                 restarted.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
                 while not self._is_calm:
                     yield
-                restarted.keep()
+                restarted.end_trial()
 
     def _rates(self) -> dict[SGLangServer, tuple[float, ...]]:
         """Return the measured rates of each server, without servers that had no work to measure."""

@@ -30,11 +30,11 @@ from tests.support.server_thread import PATIENCE_S
 
 
 def test_gpus_are_dealt_out() -> None:
-    assert gpu_slices(["4", "5", "6"], 2, "auto") == [["4", "5"]]
+    assert gpu_slices(["4", "5", "6"], gpus_per_replica=2, replicas="auto") == [["4", "5"]]
     with pytest.raises(EngineStartError, match="needs 2 GPUs: this machine has 1"):
-        gpu_slices(["0"], 2, "auto")
+        gpu_slices(["0"], gpus_per_replica=2, replicas="auto")
     with pytest.raises(EngineStartError, match="needs 3 GPUs: this machine has 2"):
-        gpu_slices(["0", "1"], 1, 3)
+        gpu_slices(["0", "1"], gpus_per_replica=1, replicas=3)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,22 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     engine = launchable(tmp_path, f"sys.exit({said!r})")
     with pytest.raises(EngineStartError, match=r"SGLang finds no GPU .*set engine\.device: cpu"):
         batchrunner.run(job_of(tmp_path, engine))
+
+
+async def test_an_interpreter_that_does_not_read_its_configuration(tmp_path: Path) -> None:
+    """A program that ends before it has read its configuration is reported like any failed start."""
+    python = tmp_path / "no-python"
+    python.write_text("#!/bin/sh\nsleep 0.2\nexit 3\n")
+    python.chmod(0o755)
+    # The configuration does not fit into the pipe, so the write is pending when the program ends.
+    args = {"json-model-override-args": {"name": "x" * 200_000}}
+    spec = ServerEngine(**launchable(tmp_path, "") | {"python": str(python), "args": args})
+    fleet = LaunchedFleet(spec, log_dir=tmp_path, limits=LimitsSpec())
+    try:
+        with pytest.raises(EngineStartError, match=r"the engine did not start \(exit 3\)"):
+            await fleet.open()
+    finally:
+        await fleet.close()
 
 
 ANSWERS = """
