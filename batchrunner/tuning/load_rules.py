@@ -34,9 +34,11 @@ from batchrunner.tuning.signals import (
 from batchrunner.tuning.situation import Certainty, ClientActivity, Finding, Situation
 
 _MORE_SERVERS = "`engine.replicas`: several servers, each with its own front process"
+"""Remedy for a slow front process of a server on GPUs, if no flag helps."""
 _MORE_CORES = "a machine with more cores, because the front process shares the cores with the model"
+"""Remedy for a slow front process of a server on a CPU, if no flag helps."""
 NEARLY_ALL = 0.9
-"""Fraction of the connections from which on they count as all in use."""
+"""All connections count as in use if at least this fraction of them was in use at once."""
 FRONT_FLAGS = (
     "mm-io-worker-num", "mm-processor-worker-num", "tokenizer-worker-num", "enable-http-worker-reuseport",
     "detokenizer-worker-num",
