@@ -18,7 +18,7 @@ from batchrunner.runner.control import Control
 from batchrunner.runner.run import execute
 from batchrunner.runner.shared_engine import open_engine_of
 from batchrunner.tuning.signals import GUIDES
-from tests.conftest import eventually, events_of, job_of, report_of, run_job
+from tests.conftest import events_of, eventually, job_of, report_of, run_job
 from tests.support.launchable import with_slots
 from tests.support.runs import rows_once
 
