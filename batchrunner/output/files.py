@@ -266,8 +266,19 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
         )
     return kind(
         f"{path}: cannot be written: {failure.strerror or failure}; rows on disk are kept",
-        hint="free disk space and run the same command again",
+        hint=_how_to_write(failure),
     )
+
+
+def _how_to_write(failure: OSError) -> str:
+    """Return the hint for a failed write."""
+    if failure.errno in {errno.ENOSPC, errno.EDQUOT}:
+        remedy = "free disk space"
+    elif failure.errno == errno.ENOMEM:
+        remedy = "free memory"
+    else:
+        remedy = "make sure that this place can be written"
+    return f"{remedy} and run the same command again"
 
 
 def file_to_write(name: str, label: str = "", *, force: bool = True) -> Path:

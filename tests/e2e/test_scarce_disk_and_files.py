@@ -65,7 +65,12 @@ def test_a_disk_that_fills_up(tmp_path: Path, server: FakeSGLang) -> None:
             job = job_of(tmp_path, server, rows=100, output=output, window=2, limits={"disk_wait": 2})
             result = run_job(job, tmp_path, "-q", code=1)
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]
-            told(line, disk / "run" / "parts", "No space left", "run the same command again")
+            told(
+                line,
+                disk / "run" / "parts",
+                "No space left",
+                "free disk space and run the same command again",
+            )
             assert result.stderr.count("Traceback") == 0
         (disk / "ballast").unlink()
         run_job(job, tmp_path)
