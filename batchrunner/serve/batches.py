@@ -15,7 +15,6 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ import pyarrow as pa
 
 from batchrunner.core.errors import BatchrunError, EngineLostError, InputError
 from batchrunner.engines.registry import launched_model
-from batchrunner.input.batch_lines import MOST_FAULTS, BatchFileError, LineFault, request_lines
+from batchrunner.input.batch_lines import BatchFileError, request_lines
 from batchrunner.input.compression import HEAD_BYTES, codec_of, decompressed
-from batchrunner.input.request_bodies import URL
 from batchrunner.input.text_files import skip_bom
 from batchrunner.input.text_lines import read_lines
 from batchrunner.job.call import CUSTOM_ID, job_of_batch
@@ -256,30 +254,20 @@ class Batches:
         """Return the job of a batch on the server's engine."""
         requests = self._state.path_of(FILES, batch["input_file_id"])
         run = self._state.path_of(BATCHES, batch["id"])
-        return job_of_batch(str(requests), str(run), **self._options)
+        return job_of_batch(str(requests), str(run), endpoint=batch["endpoint"], **self._options)
 
     def _validate(self, batch: Record, other_batches: Sequence[Record]) -> None:
-        """Raise InputError if the file has no requests, or one for another endpoint than the batch's.
+        """Raise InputError if the file has no requests.
 
-        Raises BatchFileError for unusable custom_ids, and TooManyRequestsError if the owner has too many
-        requests, together with its `other_batches`. With any other fault, only the line itself fails. The
-        number of requests is stored in the batch's record.
+        Raises BatchFileError for unusable custom_ids and for other endpoints than the batch's, and
+        TooManyRequestsError if the owner has too many requests, together with its `other_batches`. With any
+        other fault, only the line itself fails. The number of requests is stored in the batch's record.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows
         excess = self._owners.excess_of_queue(_owner_of(batch), other_batches, new=total)
         if excess is not None:
             raise TooManyRequestsError(excess)
-        endpoint = batch["endpoint"]
-        other_urls = (
-            LineFault(number, "invalid_url", f"line {number}: its url is not the batch's {endpoint}")
-            for number, request, problem in self._lines(batch)
-            if problem is None and request[URL] != endpoint
-        )
-        # Only a few faults are reported, so reading ends after them.
-        faults = [*islice(other_urls, MOST_FAULTS)]
-        if faults:
-            raise BatchFileError(faults[0].problem, faults)
         batch["request_counts"] = request_counts(total=total)
 
     def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:

@@ -285,7 +285,11 @@ def test_calls_that_are_wrong(tmp_path: Path) -> None:
 def test_batches_that_fail(tmp_path: Path) -> None:
     """A file that is no batch file, or one for another endpoint, is taken, and its batch has the reasons."""
     with serving(tmp_path / "state", *FAST) as server:
-        unnamed = requests_of(3).replace(b'"request-1"', b"7").replace(b'"custom_id": "request-2", ', b"")
+        unnamed = (
+            requests_of(3, url="/v1/completions")
+            .replace(b'"request-1"', b"7")
+            .replace(b'"custom_id": "request-2", ', b"")
+        )
         for content, errors in (
             (b"\x00\xff\n" * 3, [("invalid_file", 1)]),
             (b"", [("invalid_file", None)]),
@@ -294,7 +298,11 @@ def test_batches_that_fail(tmp_path: Path) -> None:
             (gzip.compress(requests_of(2)), [("invalid_url", 1), ("invalid_url", 2)]),
             (b"\n \n" + requests_of(1), [("invalid_url", 3)]),
             (requests_of(2) + requests_of(2, 2).replace(CHAT.encode(), b"/v1/audio/transcriptions"),
-             [("invalid_url", 3), ("invalid_url", 4)]),
+             [("invalid_url", number) for number in (1, 2, 3, 4)]),
+            (requests_of(1, url="/v1/embeddings") + requests_of(2, 1, url="/v1/completions"),
+             [("invalid_url", 1)]),
+            (requests_of(1) + requests_of(2, 1, url="/v1/completions") + requests_of(1, 3, url="/v1/other"),
+             [("invalid_url", 1), ("invalid_url", 4)]),
             (requests_of(2, url="/v1/completions") + requests_of(2, url="/v1/completions"),
              [("duplicate_custom_id", 3), ("duplicate_custom_id", 4)]),
             (unnamed, [("missing_required_parameter", 2), ("missing_required_parameter", 3)]),
