@@ -29,6 +29,7 @@ from batchrunner.input.text_lines import read_lines
 from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
+from batchrunner.output.events import last_sample
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.samples import RunSample
 from batchrunner.runner.control import Control
@@ -62,6 +63,14 @@ def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record
     return {"total": total, "completed": completed, "failed": failed}
 
 
+def _counts_in(sample: RunSample) -> Record:
+    return request_counts(
+        total=sample.rows_total,
+        completed=sample.rows_done - sample.rows_failed,
+        failed=sample.rows_failed,
+    )
+
+
 class BatchDisplay(Display):
     """Publishes the state of a running batch: its counts of requests, and the server's activity."""
 
@@ -70,11 +79,7 @@ class BatchDisplay(Display):
 
     def show(self, sample: RunSample) -> None:
         """Publish the present state of the run."""
-        self._batch["request_counts"] = request_counts(
-            total=sample.rows_total,
-            completed=sample.rows_done - sample.rows_failed,
-            failed=sample.rows_failed,
-        )
+        self._batch["request_counts"] = _counts_in(sample)
         self._activity.update(self._batch["id"], sample, time.time())
 
     def close(self) -> None:
@@ -101,7 +106,8 @@ class Batches:
         """Run batches on an open engine.
 
         `options` are the arguments of `job_of_batch` that all batches share. `server` is used to stop the
-        HTTP server if it started the engine and the engine is lost.
+        HTTP server if it started the engine and the engine is lost. The unfinished batches of an earlier
+        process get the counts of requests that their runs logged last.
         """
         self._server = server
         self._state = state
@@ -122,6 +128,11 @@ class Batches:
         owner waits. Thus the owners get `_whole_file` in turn, however many batches they have."""
         self.lost: EngineLostError | None = None
         """The error with which an engine that the server started was lost; None while it works."""
+        # The records on the disk have the counts of requests at the last change of the status.
+        for batch in state.unfinished_batches():
+            sample = last_sample(RunDir(state.path_of(BATCHES, batch["id"])).events)
+            if sample is not None:
+                batch["request_counts"] = _counts_in(sample)
 
     def start(self, batch: Record) -> None:
         """Start or resume a batch."""

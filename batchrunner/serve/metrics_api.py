@@ -102,9 +102,9 @@ class BatchTally:
         for name, last_counts in [*self._unfinished.items()]:
             batch = batches[name]
             owner, counts = batch.get(OWNER, ""), batch["request_counts"]
-            if counts != last_counts and name in self._resumed:
-                # The first counts of a batch that an earlier process began include requests of that process.
-                # Only later changes count.
+            if counts is not last_counts and name in self._resumed:
+                # The first counts that a run reports include requests that an earlier process answered. Only
+                # later changes count.
                 self._resumed.remove(name)
             else:
                 for outcome in ("completed", "failed"):
