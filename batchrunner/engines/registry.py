@@ -109,10 +109,10 @@ def _direct_servers(
     return AttachedServers(urls, gateway=gateway, **options)
 
 
-async def _reason_for_gateway(spec: GatewayEngine, key_header: Mapping[str, str]) -> str | None:
+async def _reason_for_gateway(spec: GatewayEngine, api_key_header: Mapping[str, str]) -> str | None:
     """Return why rows must go through the gateway; None if they go to its workers directly.
 
-    `key_header` has the API key.
+    `api_key_header` is empty without an API key.
     """
     if spec.route == "workers":
         return None
@@ -120,7 +120,7 @@ async def _reason_for_gateway(spec: GatewayEngine, key_header: Mapping[str, str]
         return "engine.route"
     from batchrunner.engines.http.gateway import reason_to_go_through  # noqa: PLC0415
 
-    return await reason_to_go_through(spec, key_header)
+    return await reason_to_go_through(spec, api_key_header)
 
 
 def engine_of(job: Job) -> EngineSpec:
@@ -169,7 +169,7 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     from batchrunner.sglang.device import MEAN_POOLING, on_cpu  # noqa: PLC0415 - for launched servers alone
 
     config = read_config(spec.model)
-    check_architecture(task, config.get("architectures"), f"engine.model: {spec.model}")
+    check_architecture(task, config.get("architectures"), subject=f"engine.model: {spec.model}")
     pooling = {} if forward_task.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
     env = MEAN_POOLING | spec.env if takes_mean(spec.model) else spec.env
     return spec.model_copy(update={"args": pooling | spec.args, "env": env})

@@ -47,7 +47,7 @@ def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptatio
     if not isinstance(engine, LaunchedFleet) or engine.memory is None:
         return None
     servers = {
-        server: ServerWatch(run_dir, server.url, server.log_path, server.log_begins)
+        server: ServerWatch(run_dir, server.url, server.log_path, server.log_offset)
         for server in engine.servers
     }
     return Adaptation(servers, engine.memory, ends_at)
@@ -71,6 +71,8 @@ class Adaptation:
         """The newest load sample."""
         self._now: float
         """Time of the newest load sample, in seconds of the monotonic clock."""
+        self._is_stopped = False
+        """Whether the run is stopping, so that no more flags are changed."""
         self._work = self._tune()
         """The generator that tunes; it waits for the next load sample at each `yield`."""
 
@@ -84,12 +86,17 @@ class Adaptation:
         for watch in self._servers.values():
             await asyncio.to_thread(watch.take, sample, now)
         # Run `_tune` until it waits for the next load sample.
-        next(self._work)
+        if not self._is_stopped:
+            next(self._work)
 
     def stop(self) -> None:
-        """Restart no more servers, because the run stops."""
+        """Restart no more servers, and let no row wait for a restart, because the run is stopping.
+
+        It is called again with each poll, for rows that begin to wait later.
+        """
+        self._is_stopped = True
         for server in self._servers:
-            server.stay()
+            server.cancel_restart()
 
     def _tune(self) -> Iterator[None]:
         """Try one step after another for ever. Each `yield` waits for the next load sample."""
@@ -97,7 +104,7 @@ class Adaptation:
             yield from self._measure_window()
             for server, watch in self._servers.items():
                 # A server that has worked for a whole window keeps its flags even if it dies later.
-                server.keep()
+                server.end_trial()
                 step = None if server.lost else self._next_step(server, watch)
                 if step is not None:
                     yield from self._try(server, step)
@@ -164,7 +171,7 @@ class Adaptation:
         server.adapt(new_args, step.why)
         yield from self._measure_window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
         # From now on, the server keeps its flags even if it dies.
-        server.keep()
+        server.end_trial()
         # If the server has other flags now, it failed to start with the new ones. That counts as a loss of
         # all speed.
         has_new_args = server.adapted == new_args
@@ -195,7 +202,7 @@ class Adaptation:
                 restarted.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
                 while not self._is_calm:
                     yield
-                restarted.keep()
+                restarted.end_trial()
 
     def _rates(self) -> dict[SGLangServer, tuple[float, ...]]:
         """Return the measured rates of each server, without servers that had no work to measure."""

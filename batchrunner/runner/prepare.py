@@ -158,7 +158,7 @@ def prepare(
         dataset.log_notes(renderer.columns)
         before = None if fresh else _fingerprint_of(run_dir)
         if before is not None:  # files may have grown since the earlier start
-            dataset.recognize(before["files"])
+            dataset.record_growth(before["files"])
         elif job.output.reuse is not None:
             # The answers of the other run can be reused only if the fields of the prompts are in the same
             # order.

@@ -187,7 +187,8 @@ def test_auto_goes_through_where_a_worker_is_out_of_reach(
     report = batchrunner.run(job)
     assert any("2 workers of the gateway" in note for note in report.engine["notes"])
     with FakeSGLang(api_key="another key") as hidden:
-        monkeypatch.setattr("batchrunner.engines.http.gateway._unreachable", lambda *_: _reason(hidden.url))
+        unreachable = "batchrunner.engines.http.gateway._why_unreachable"
+        monkeypatch.setattr(unreachable, lambda *_: _reason(hidden.url))
         job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url}, output={"path": str(tmp_path / "b")})
         report = batchrunner.run(job)
     note = next(note for note in report.engine["notes"] if "rows go through" in note)

@@ -60,7 +60,7 @@ class Server:
     def may_change(self, name: str) -> bool:
         return not name.startswith(self.named)
 
-    def keep(self) -> None:
+    def end_trial(self) -> None:
         pass
 
     # it is its own watch

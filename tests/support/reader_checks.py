@@ -24,7 +24,7 @@ from batchrunner.engines.http import replies
 from batchrunner.engines.http.client import BundleAnswer
 from batchrunner.engines.http.guard import ModelGuard
 from batchrunner.engines.http.server import Endpoint
-from batchrunner.engines.http.server_info import load_in
+from batchrunner.engines.http.server_info import loads_in
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.output.counts import RowCounts
@@ -115,7 +115,7 @@ def check_error(code: int, body: bytes, retry_after: str | None) -> None:
 def check_load(reply: bytes) -> bool:
     """Read a load; tell whether it is one."""
     with contextlib.suppress(ValueError):
-        return bool(load_in(reply, URL))
+        return bool(loads_in(reply, URL))
     return False
 
 

@@ -59,7 +59,7 @@ from batchrunner.engines.http.server_info import (
     in_words,
     pooling_note,
     running_by_states,
-    sends_pieces,
+    why_incremental,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import with_model
@@ -78,7 +78,7 @@ KEEPALIVE_S = 3.0
 request sent at that moment would be lost."""
 LONGEST_TICK_S = 1.0
 """Maximum seconds between two checks for requests that exceed `limits.request_timeout`."""
-START = "start the server, or correct engine.urls"
+REMEDY = "start the server, or correct engine.urls"
 """Advice to a user whose server does not answer."""
 _END = b"[DONE]"
 """Data of the event with which SGLang ends every event stream."""
@@ -92,9 +92,9 @@ class ServerDescription(NamedTuple):
     """A server's replies about itself at the start of a run."""
 
     url: str
-    model: dict[str, Any]
+    model_info: dict[str, Any]
     """The server's reply to `/model_info`."""
-    arguments: dict[str, Any]
+    server_info: dict[str, Any]
     """The server's reply to `/server_info`: its arguments and limits."""
 
 
@@ -114,7 +114,7 @@ class HttpEngine(Engine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """Prepare a client without servers, which `connect` adds.
+        """Prepare a client without servers; `connect` adds them.
 
         `task` is the task that the servers' model must be able to do.
         """
@@ -153,12 +153,10 @@ class HttpEngine(Engine):
         """Model name that every request must contain; None if the servers accept requests without a name."""
         self._model_names: frozenset[str] = frozenset()
         """Names of the model that the servers serve."""
-        self._served_names: dict[str, str | None] = {}
-        """Name under which each server serves the model, by the server's URL; None if it tells none."""
         self._names_to_send: dict[str, str] = {}
         """Model name to send for each model name that a row of a batch file has."""
-        self._no_events: str | None = None
-        """Reason why no answer can be watched for repetition; None if answers can."""
+        self._why_unwatched: str | None = None
+        """Reason why no answer of any server can be watched for repetition; None if answers can."""
         self._logged_unwatched = False
         """Whether the log already says that answers are not watched for repetition."""
         self._no_thinking_budget: str | None = None
@@ -168,7 +166,7 @@ class HttpEngine(Engine):
         self._large_answers = asyncio.Semaphore(replies.LARGE_AT_ONCE)
         """Permits to read an answer of more than `replies.LARGE_BYTES`."""
 
-    async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
+    async def connect(self, urls: Sequence[str], *, remedy: str = REMEDY) -> EngineInfo:
         """Connect to the replicas, and return the description of those that answer.
 
         Raises EngineStartError if no replica answers, with `remedy` as the advice, or if a replica's model
@@ -181,31 +179,29 @@ class HttpEngine(Engine):
         self._server_questions = ServerQuestions(self._question_session, remedy)
         descriptions = await self._describe_servers(self._server_questions, urls)
         self._add_endpoints(descriptions, urls)
-        models = [description.model for description in descriptions]
-        arguments = [description.arguments for description in descriptions]
-        # From here on, the run's model is what all replicas report in common.
-        model = common_model([*map(model_in, models, arguments)])
-        info = describe(models, arguments, await self._first_loads(descriptions))
+        model_infos = [description.model_info for description in descriptions]
+        server_infos = [description.server_info for description in descriptions]
+        # The run's model is what all replicas report in common.
+        run_model = common_model([*map(model_in, model_infos, server_infos)])
+        loads = await self._first_loads(descriptions)
+        info = describe(model_infos=model_infos, server_infos=server_infos, loads=loads)
         self._no_thinking_budget = info.no_thinking_budget
-        self.guard.model = model
+        self.guard.model = run_model
         for endpoint in self.serving:
             self._watch_model(endpoint)
-        self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
+        self._vocabulary = vocabulary_of(str(model_infos[0]["model_path"]))
         # A row of a batch file may name the model by either of its names.
-        names = [reply.get(key) for reply in models for key in ("served_model_name", "model_path")]
+        names = [reply.get(key) for reply in model_infos for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
-        for description in descriptions:
-            described = model_in(description.model, description.arguments or {})
-            self._served_names[description.url] = described.get("served_model_name")
         notes = [f"connections limited by {limited_by}", *info.notes]
         if not self._reports_load:
             notes.append("the server reports no load (no path /v1/loads)")
         # Servers that the run starts pool the vectors as the model's authors do.
-        if self._task == EMBED and not self.starts_servers and (note := pooling_note(models[0])):
-            notes.append(note)
+        if self._task == EMBED and not self.starts_servers:
+            notes += filter(None, [pooling_note(model_infos[0])])
         return replace(
             info,
-            weights=model.get("weight_version"),
+            weights=run_model.get("weight_version"),
             routes=tuple(self.endpoints),
             connections=connections,
             connections_by=limited_by,
@@ -213,14 +209,18 @@ class HttpEngine(Engine):
         )
 
     def _add_endpoints(self, descriptions: Sequence[ServerDescription], urls: Sequence[str]) -> None:
-        """Create an endpoint for each server, first for the servers that answer.
+        """Create an endpoint for each server of `urls`.
 
-        `tokens_of` asks the first server.
+        The servers that answer come first in `endpoints`, because `tokens_of` uses the first server.
         """
-        arguments_by_url = {description.url: description.arguments for description in descriptions}
-        for url in dict.fromkeys([*arguments_by_url, *urls]):
-            endpoint = self.endpoints[url] = self._new_endpoint(url)
-            endpoint.arguments = arguments_by_url.get(url)
+        for description in descriptions:
+            endpoint = self.endpoints[description.url] = self._new_endpoint(description.url)
+            endpoint.arguments = description.server_info
+            model = model_in(description.model_info, description.server_info)
+            endpoint.served_model_name = model.get("served_model_name")
+        for url in urls:
+            if url not in self.endpoints:
+                self.endpoints[url] = self._new_endpoint(url)
         self.serving = [self.endpoints[url] for url in urls]
 
     async def _first_loads(self, descriptions: Sequence[ServerDescription]) -> Sequence[SchedulerLoad]:
@@ -229,9 +229,11 @@ class HttpEngine(Engine):
         The loads are empty if any server that answers reports none, because the limits of all replicas are
         needed.
         """
-        # The reply of the first replica decides for all of them whether `/v1/loads` exists. None means that
-        # the replica did not answer this time, so it may still report its load later.
-        self._reports_load = await self._loads_of(descriptions[0].url) != []
+        # The reply of the first replica decides for all of them whether `/v1/loads` exists. An empty list
+        # means that it does not. None means that the replica did not answer this time, so it may still report
+        # its load later.
+        first_loads = await self._loads_of(descriptions[0].url)
+        self._reports_load = first_loads is None or bool(first_loads)
         loads = await self.loads()
         servers_with_load = {load.server for load in loads}
         described_servers = {description.url for description in descriptions}
@@ -247,10 +249,13 @@ class HttpEngine(Engine):
         return any(self.arguments_of(url).get("speculative_algorithm") == "NGRAM" for url in self.endpoints)
 
     def arguments_of(self, url: str) -> Mapping[str, Any]:
-        """Return a server's arguments, with underscores; empty if the server did not answer at the start."""
+        """Return a server's arguments, with underscores in their names.
+
+        Empty if the server did not answer at the start.
+        """
         return self.endpoints[url].arguments or {}
 
-    def start_of(self, url: str) -> int:  # noqa: ARG002 - of servers that we start
+    def start_of(self, url: str) -> int:  # noqa: ARG002 - used by LaunchedFleet
         """Return a number that changes whenever the run starts the server again."""
         return 0
 
@@ -285,8 +290,8 @@ class HttpEngine(Engine):
             elif isinstance(reply, BaseException):
                 raise reply
             else:
-                model, arguments = reply
-                descriptions.append(ServerDescription(url, model, arguments))
+                model_info, server_info = reply
+                descriptions.append(ServerDescription(url, model_info, server_info))
         if not descriptions:
             raise absences[0]
         for absence in absences:
@@ -370,7 +375,7 @@ class HttpEngine(Engine):
         """Let the first replica tokenize a prompt; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         endpoint = next(iter(self.endpoints.values()))
-        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, self._whole)
+        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body=body, read=self._read_whole)
         if answer.status in NO_SUCH_PATH:
             return None
         if answer.status != _OK:
@@ -401,17 +406,14 @@ class HttpEngine(Engine):
 
     async def answers(self) -> bool:
         """Tell whether a replica answers within 2 s, with any reply."""
-        assert self._question_session is not None
-        statuses = [ServerStatus(self._question_session, endpoint.address) for endpoint in self.serving]
-        return any(await asyncio.gather(*(status.is_alive() for status in statuses)))
+        servers = [self.status_of(endpoint.address) for endpoint in self.serving]
+        return any(await asyncio.gather(*(server.is_alive() for server in servers)))
 
     async def _loads_of(self, url: str) -> list[SchedulerLoad] | None:
         """Return the loads of a server's schedulers; empty if it reports none, None if it does not answer."""
-        assert self._question_session is not None
         try:
-            status = ServerStatus(self._question_session, url)
             by_states = running_by_states(self.endpoints[url].arguments or {})
-            return await status.load(TIMING.status_timeout, by_states)
+            return await self.status_of(url).load(TIMING.status_timeout, by_states)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
@@ -423,7 +425,7 @@ class HttpEngine(Engine):
             if endpoint.hang_pause is not None:
                 if endpoint.hang_pause.is_over(time.monotonic(), progress):
                     self._reopen(endpoint)
-            elif hang := endpoint.hang_among(loads):
+            elif hang := endpoint.check_for_hang(loads):
                 self._pause(endpoint, hang, progress)
 
     def _pause(self, endpoint: Endpoint, hang: Hang, progress: object) -> None:
@@ -482,16 +484,15 @@ class HttpEngine(Engine):
         liveness = endpoint.liveness
         question = liveness.question
         if question is None:
-            assert self._question_session is not None
-            status = ServerStatus(self._question_session, endpoint.address)
-            question = liveness.question = asyncio.ensure_future(status.is_alive())
+            server = self.status_of(endpoint.address)
+            question = liveness.question = asyncio.ensure_future(server.is_alive())
             question.add_done_callback(liveness.forget_question)
         # The shield keeps the request alive for the other rows if this row is cancelled.
         alive = await asyncio.shield(question)
         liveness.record(alive=alive)
         return alive
 
-    async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - of servers that we start
+    async def excuses(self, url: str, sent_at: float) -> bool:  # noqa: ARG002 - used by LaunchedFleet
         """Tell whether a server that died after `sent_at` died for a reason that is no row's fault."""
         return False
 
@@ -524,7 +525,7 @@ class HttpEngine(Engine):
             raise RowRefusedError(
                 f"model {body.model!r}: {RESPONSES_PATH} of SGLang ignores LoRA adapters; use {CHAT_PATH}"
             )
-        return self._served_names.get(endpoint.url) or name
+        return endpoint.served_model_name or name
 
     async def _name_with_adapter(self, endpoint: Endpoint, name: str | None) -> str | None:
         """Return the name by which SGLang finds a model, or an adapter, that a batch file names.
@@ -557,7 +558,7 @@ class HttpEngine(Engine):
         return name
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Send a body and return the reply.
+        """Send a body with a request id and return the reply.
 
         Raises RequestError, with the reply in its `body`, if the reply is not JSON with status 200.
         """
@@ -565,26 +566,28 @@ class HttpEngine(Engine):
         rid_field = wire.RID_FIELDS.get(path)
         rids = (str(fields[rid_field]),) if rid_field in fields else ()
         body = wire.with_fields(body, fields) if fields else body
-        answer = await self._exchange(endpoint, path, body, self._whole, rids=rids)
+        answer = await self._exchange(endpoint, path, body=body, read=self._read_whole, rids=rids)
         if not answer.is_json:
             raise self._refusal(endpoint, answer)
         return answer.content
 
-    async def _whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
+    async def _read_whole(self, answer: PostedAnswer) -> replies.WholeAnswer:
         """Read the body of an answer. At most LARGE_AT_ONCE large answers are read at the same time."""
-        return await replies.whole(answer, self._large_answers)
+        return await replies.read_whole(answer, self._large_answers)
 
     def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
         """Return fields to add to a body: the request id (`rid`), by which the request can be aborted.
 
-        All ids have the same length. Otherwise an abort could hit other requests too, because SGLang may
-        abort every request whose id begins with the one to abort.
+        Empty for a path whose requests cannot be aborted. All ids have the same length. Otherwise an abort
+        could hit other requests too, because SGLang may abort every request whose id begins with the one to
+        abort.
         """
         rid_field = wire.RID_FIELDS.get(path)
         if rid_field is None:
             return {}
         if path == RESPONSES_PATH:
-            # The id must be impossible to guess: whoever knows it could continue somebody else's response.
+            # SGLang keeps the response under this id. The id must be impossible to guess: whoever knows it
+            # could continue somebody else's response.
             return {rid_field: f"resp_{secrets.token_hex(16)}"}
         return {rid_field: f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
@@ -616,8 +619,10 @@ class HttpEngine(Engine):
         A row whose answer is missing or invalid does not end: the caller sends it again alone.
         """
         contents = await self._post_task(endpoint, requests)
+        task = requests[0].task
+        assert task is not None
         try:
-            results = replies.answers_of(requests, contents)
+            results = task.answers(requests, contents)
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         await self.guard.check_answer(endpoint, None)
@@ -629,12 +634,12 @@ class HttpEngine(Engine):
         """Send prompts in one body, and call `ended` for each as soon as its answer arrives."""
         fields = self._added_fields(endpoint, wire.GENERATE_PATH)
         rid = fields["rid"]
-        if requests[0].stops_repetition and self._no_events is None:
+        if requests[0].stops_repetition and self._why_unwatched is None:
             # A row may be aborted alone. So all ids have the same length, as in `_added_fields`.
             rids = tuple(f"{rid}_{index:04}" for index in range(len(requests)))
             fields["rid"] = rids
         else:
-            # SGLang derives the ids of a bundle's rows from the bundle's id in this way.
+            # The body has only the id of the bundle. SGLang derives the ids of the rows from it in this way.
             rids = tuple(f"{rid}_{index}" for index in range(len(requests)))
         body = wire.bytes_of(self._with_model_to_send(wire.bundle_body(requests) | fields))
         bundle = BundleAnswer(
@@ -646,7 +651,7 @@ class HttpEngine(Engine):
             rids=rids,
             abort=self._abort,
         )
-        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids=rids)
+        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body=body, read=bundle.read, rids=rids)
         if answer is None:
             # The answer was an event stream, and every row has ended.
             return
@@ -657,21 +662,23 @@ class HttpEngine(Engine):
     def _tokens_between_events(self, endpoint: Endpoint, request: Request) -> int | None:
         """Return the number of tokens after which an answer is checked for repetition again; None if never.
 
-        The first reason why answers cannot be watched is logged, if the job demands it.
+        If answers cannot be watched although the job demands it, the first reason is logged.
         """
-        reason = self._no_events
+        reason = self._why_unwatched
         if request.kind not in {"text", "input_ids"}:
             reason = "the server renders the chats"
         elif reason is None and endpoint.arguments is not None:
-            reason = sends_pieces(endpoint.arguments)
-        is_job_obeyed = reason is None or request.stops_repetition == "prose"
-        if not is_job_obeyed and not self._logged_unwatched:
+            reason = why_incremental(endpoint.arguments)
+        if reason is None:
+            return wire.tokens_between_events(request)
+        # `prose` is the default, which the job does not demand.
+        if request.stops_repetition != "prose" and not self._logged_unwatched:
             self._logged_unwatched = True
             log.warning(
                 "on_repetition has no effect, so answers that repeat themselves go on to max_new_tokens: %s",
                 reason,
             )
-        return None if reason is not None else wire.tokens_between_events(request)
+        return None
 
     async def _send_watched(self, endpoint: Endpoint, request: Request, interval: int) -> Completion:
         """Send one row, and stop its answer if the answer repeats itself without end; see `generate`.
@@ -691,7 +698,7 @@ class HttpEngine(Engine):
             rids=rids,
             abort=self._abort,
         )
-        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, stream.read, rids=rids)
+        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body=body, read=stream.read, rids=rids)
         # None means that the stream was read into `results`. A proxy or server that does not stream sends one
         # JSON reply.
         if answer is not None and answer.is_json:
@@ -709,9 +716,9 @@ class HttpEngine(Engine):
         self,
         endpoint: Endpoint,
         path: str,
+        *,
         body: bytes,
         read: Callable[[PostedAnswer], Awaitable[Answer]],
-        *,
         rids: tuple[str, ...] = (),
     ) -> Answer:
         """Send a body, and return what `read` returns for its answer; raises the error of the body's rows.
@@ -720,14 +727,15 @@ class HttpEngine(Engine):
         aborted before its error is raised, because its rows may be sent again. `rids` are the ids by which
         the request is aborted.
         """
-        if endpoint.closed is not None:
-            raise EngineDownError(endpoint.closed)
+        if endpoint.why_closed is not None:
+            raise EngineDownError(endpoint.why_closed)
         task = asyncio.current_task()
         assert task is not None
         request = endpoint.requests[task] = SentRequest(time.monotonic(), rids)
         try:
             status, answer = await self._post_and_read(endpoint, path, body, read)
         except (RequestError, BatchrunError):
+            # These errors already say what happens to the rows, or to the run.
             raise
         except asyncio.CancelledError:
             # `Endpoint.end_requests` removes a request before it cancels the request's task. So if the
@@ -760,8 +768,8 @@ class HttpEngine(Engine):
 
         The request was ended because its server gets no requests now, or because the request took too long.
         """
-        if endpoint.closed is not None:
-            return EngineDownError(endpoint.closed)
+        if endpoint.why_closed is not None:
+            return EngineDownError(endpoint.why_closed)
         await self._abort(endpoint, request.rids)
         return NoAnswerError(f"no answer within {self._limits.request_timeout:g} s")
 
@@ -884,7 +892,7 @@ class BundleAnswer:
         """
         content_type = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if content_type != "text/event-stream":
-            return await replies.whole(answer, self.large_answers)
+            return await replies.read_whole(answer, self.large_answers)
         lines = replies.EventLines()
         try:
             # The timeout begins when all rows have ended. A server might leave the stream open after that.
@@ -918,21 +926,28 @@ class BundleAnswer:
             except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
                 log.debug("an event of %s cannot be read: %.200r", self.endpoint.url, content)
                 continue
-            index = event.index
-            if index is None and event.error is not None:
+            if event.index is None and event.error is not None:
                 # The server refuses all rows of the bundle.
                 code = event.error.get("code") if isinstance(event.error, dict) else None
                 self.refusal = replies.WholeAnswer(known_status(code), content)
                 continue
-            if index is None and len(self.requests) == 1:
-                # SGLang gives an index to the rows of a list only, and this bundle has a single row.
-                index = 0
-            if index is None or not 0 <= index < len(self.requests):
+            index = self._row_of(event)
+            if index is None:
                 continue
             if event.meta_info.finish_reason is not None:
-                await self._end(index, event)
+                await self._end_row(index, event)
             elif self.requests[index].stops_repetition:
                 await self._stop_if_repeating(index, event)
+
+    def _row_of(self, event: replies.Event) -> int | None:
+        """Return the position in the bundle of an event's row; None if there is no such row."""
+        index = event.index
+        # SGLang gives an index to the rows of a list only. Without it, the request had a single row.
+        if index is None and len(self.requests) == 1:
+            index = 0
+        if index is None or not 0 <= index < len(self.requests):
+            return None
+        return index
 
     async def _stop_if_repeating(self, index: int, event: replies.Event) -> None:
         """End a row whose answer repeats itself without end, and abort its request."""
@@ -940,14 +955,15 @@ class BundleAnswer:
         if index in self.ended_rows:
             return
         last_event = replies.stopped_at_repetition(event, request)
-        # Nearly no answer repeats itself, so whether the row is watched at all is asked last.
+        # Some rows of a bundle may repeat themselves (`tokens_between_events` is None). This is checked last,
+        # because nearly no answer repeats itself.
         if last_event is not None and wire.tokens_between_events(request) is not None:
             # The row must end before the abort, because the server answers the abort with another event,
             # which is not the row's answer.
-            await self._end(index, last_event)
+            await self._end_row(index, last_event)
             await self.abort(self.endpoint, self.rids[index : index + 1])
 
-    async def _end(self, index: int, event: replies.Event) -> None:
+    async def _end_row(self, index: int, event: replies.Event) -> None:
         """End a row by its last event, unless the row has ended already."""
         if index in self.ended_rows:
             return
@@ -988,22 +1004,23 @@ class AttachedServers(HttpEngine):
 
     async def open(self) -> EngineInfo:
         """Connect to the servers and describe them; see `Engine.open`."""
-        gateway, urls = self._gateway, self._urls
-        remedy = START
-        if gateway is not None:
-            try:
-                urls = await self._workers(gateway)
-            except EngineDownError as failure:
-                raise EngineAwayError(str(failure)) from None
-            if not urls:
-                raise EngineAwayError(f"{gateway.url}: the gateway has no workers that speak HTTP")
-            remedy = (
-                "rows go directly to the gateway's workers, so make the workers reachable from this machine"
-            )
-        info = await self.connect(urls, remedy)
+        if self._gateway is None:
+            info = await self.connect(self._urls)
+        else:
+            info = await self._connect_to_workers(self._gateway)
         self._watch_loop = asyncio.create_task(self._watch())
-        if gateway is None:
-            return info
+        return info
+
+    async def _connect_to_workers(self, gateway: GatewayEngine) -> EngineInfo:
+        """Connect to the workers of a gateway and describe them; raises like `connect`."""
+        try:
+            urls = await self._worker_urls(gateway)
+        except EngineDownError as failure:
+            raise EngineAwayError(str(failure)) from None
+        if not urls:
+            raise EngineAwayError(f"{gateway.url}: the gateway has no workers that speak HTTP")
+        remedy = "rows go directly to the gateway's workers, so make the workers reachable from this machine"
+        info = await self.connect(urls, remedy=remedy)
         notes = (f"{len(urls)} workers of the gateway {gateway.url}: {', '.join(urls)}", *info.notes)
         return replace(info, kind="gateway", notes=notes)
 
@@ -1041,13 +1058,13 @@ class AttachedServers(HttpEngine):
                 # Rows do not pass through the gateway. So it is no problem if the gateway does not answer, or
                 # if it lists no worker of the run's model for a while.
                 with contextlib.suppress(EngineDownError, EngineStartError):
-                    self._update_workers(await self._workers(self._gateway))
+                    self._update_workers(await self._worker_urls(self._gateway))
             for endpoint in self.serving:
                 # A server that does not answer is noticed when the next row is sent to it.
                 with contextlib.suppress(EngineDownError):
                     await self.guard.confirm(endpoint)
 
-    async def _workers(self, gateway: GatewayEngine) -> list[str]:
+    async def _worker_urls(self, gateway: GatewayEngine) -> list[str]:
         """Return the addresses of a gateway's workers that speak HTTP.
 
         Raises EngineDownError if the gateway does not answer, EngineStartError if it has no workers of the
@@ -1055,14 +1072,15 @@ class AttachedServers(HttpEngine):
         """
         from batchrunner.engines.http.gateway_workers import (  # noqa: PLC0415 - for few jobs
             GatewayQuestions,
-            workers_of,
+            workers_of_model,
         )
 
         async with aiohttp.ClientSession(headers={**self._headers, **gateway.headers}) as session:
-            listed = await GatewayQuestions(session, gateway.url).workers()
+            workers = await GatewayQuestions(session, gateway.url).workers()
+        # Without `engine.model`, all workers are used. The checks of their models refuse other models.
         if gateway.model is not None:
-            listed = workers_of(gateway.model, listed, gateway.url)
-        addresses = [worker.address for worker in listed if not (worker.is_grpc or worker.is_leaving)]
+            workers = workers_of_model(workers, model=gateway.model, gateway_url=gateway.url)
+        addresses = [worker.address for worker in workers if not (worker.is_grpc or worker.is_leaving)]
         return list(dict.fromkeys(addresses))
 
     def _update_workers(self, urls: Sequence[str]) -> None:

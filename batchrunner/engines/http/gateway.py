@@ -10,6 +10,7 @@ chooses the worker of each request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -48,16 +49,17 @@ from batchrunner.engines.http.gateway_workers import (
     GatewayWorker,
     LoadEstimate,
     WorkerWatch,
-    report_of_halves,
+    disaggregated_report,
     urls_in_use,
-    workers_of,
+    workers_of_model,
 )
 from batchrunner.engines.http.guard import common_model, refuse_another
 from batchrunner.engines.http.server import Endpoint, SentRequest
 from batchrunner.engines.http.server_info import (
+    MODEL_INFO,
     NOT_REACHED,
     ServerStatus,
-    check_does,
+    check_task,
     describe,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
@@ -85,9 +87,9 @@ CONFIRMATIONS = 4
 LEAST_SEARCH_PAUSE_S = 10.0
 """Minimum seconds between two searches for routing keys, if the reason is only that wrong workers answered.
 The gateway decides which workers are overloaded at each load report, by default every 10 s."""
-MODEL_INFO = "/get_model_info"
+GATEWAY_MODEL_INFO = "/get_model_info"
 """Path under which the gateway returns the `/model_info` of its first HTTP worker."""
-SERVER_INFO = "/get_server_info"
+GATEWAY_SERVER_INFO = "/get_server_info"
 """Path under which the gateway returns the `/server_info` of its first HTTP worker."""
 TASKS_PASSED = frozenset({GENERATE, EMBED})
 """Tasks whose requests a gateway passes on. It has no `/encode`, and takes no lists of logprob options."""
@@ -97,30 +99,24 @@ NO_WORKER_CODES = frozenset({CIRCUIT_OPEN_CODE, "no_healthy_workers", "no_worker
 """Error codes of a request for which the gateway has no worker now."""
 UNCONNECTED_CODE = "call_upstream_connection_failed"
 """Error code of a request for which the gateway could not connect to the worker."""
-HALF_AWAY_CODE = "PD disaggregation request failed"
+DISAGGREGATION_FAILED_CODE = "PD disaggregation request failed"
 """Error code of a request whose connection to its prefill or decode worker failed. The worker may have died
 with the request, or it was down before: the gateway uses a worker until three health checks have failed."""
-CUT_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
+BROKEN_CONNECTION_CODES = ("call_upstream_", "read_response", "upstream_error", "worker_stream_failed")
 """Prefixes of the error codes of a request whose connection from the gateway to the worker broke before the
 answer."""
 LIMIT_CODES = (
-    *("admission_queue_", "scheduler_queue_", "scheduler_preempted", "prefill_queue_"),
-    *("tenant_rate_limit", "rate_limit", "worker_overload_protection_shed", "selection_queue_timeout"),
+    "admission_queue_",
+    "scheduler_queue_",
+    "scheduler_preempted",
+    "prefill_queue_",
+    "tenant_rate_limit",
+    "rate_limit",
+    "worker_overload_protection_shed",
+    "selection_queue_timeout",
 )
 """Prefixes of the error codes of a request that the gateway refuses because of its own limits, such as its
 queue or the quota of a tenant."""
-CIRCUIT_OPEN = (
-    "the gateway %s lists %d healthy workers, but sends them no rows (%s). Failed rows have opened its "
-    "circuit breaker: rows wait until the gateway tries a worker again. Start the gateway with "
-    "--disable-circuit-breaker --disable-retries"
-)
-"""Warning that a gateway refuses rows although it lists healthy workers."""
-ASTRAY = (
-    "rows with the routing key of %s were answered by %s: the gateway has reassigned the key, or its "
-    "overload protection avoids a worker with waiting requests (start the gateway with "
-    "--disable-worker-overload-protection)"
-)
-"""Warning that a row was answered by another worker than the worker of its routing key."""
 _NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
     "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
@@ -132,7 +128,7 @@ ONE_COMPLETION = (
 )
 """Reason why the gateway gets no requests with `n` above 1. All completions would use one transfer of the KV
 cache, and wait for it forever (https://github.com/sgl-project/sglang/pull/30723)."""
-HALVES_UNSUPPORTED: Mapping[str, str] = {"sampling.n": ONE_COMPLETION}
+DISAGGREGATION_UNSUPPORTED: Mapping[str, str] = {"sampling.n": ONE_COMPLETION}
 """Parts of a job that prefill and decode workers cannot do, and why."""
 
 
@@ -160,49 +156,54 @@ def code_of(content: bytes) -> str | None:
 
 
 def refusal_of(answer: replies.WholeAnswer) -> RequestError | None:
-    """Return the error of a row that the gateway itself refused; None if the row may be at fault.
+    """Return the error of a row that the gateway itself refused.
 
-    No row is to blame if the gateway reached no worker, or refused the request because of a limit of its own.
-    After a timeout, the attempt counts against the row. If a connection broke before the answer, the row may
-    have killed the worker.
+    Return None for a refusal by a worker, and for a refusal for which the row may be to blame: the status
+    then decides, as without a gateway. No row is to blame if the gateway reached no worker, or refused the
+    request because of a limit of its own. After a timeout, the attempt counts against the row. If a
+    connection broke before the answer, the row may have killed the worker.
     """
     code = code_of(answer.content)
     if code is None:
         return None
     error = error_of(answer.status, answer.content, answer.retry_after)
     message = f"the gateway: {error}"
-    if code in NO_WORKER_CODES or code in {UNCONNECTED_CODE, HALF_AWAY_CODE}:
+    if code in NO_WORKER_CODES or code in {UNCONNECTED_CODE, DISAGGREGATION_FAILED_CODE}:
         return UnreachedError(message)
     if code.startswith(LIMIT_CODES):
-        return EngineBusyError(message, getattr(error, "retry_after_s", None))
+        pause_s = error.retry_after_s if isinstance(error, EngineBusyError) else None
+        return EngineBusyError(message, pause_s)
     if "timeout" in code or answer.status in {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.GATEWAY_TIMEOUT}:
         return AttemptFailedError(message)
-    return EngineDiedError(message) if code.startswith(CUT_CODES) else None
+    if code.startswith(BROKEN_CONNECTION_CODES):
+        return EngineDiedError(message)
+    return None
 
 
-async def reason_to_go_through(spec: GatewayEngine, key_header: Mapping[str, str]) -> str | None:
+async def reason_to_go_through(spec: GatewayEngine, api_key_header: Mapping[str, str]) -> str | None:
     """Return why rows must go through a gateway; None if all its workers can be reached directly.
 
-    `key_header` has the API key. Raises EngineAwayError if there is no gateway, or if it has no workers,
-    EngineStartError if it has no workers of the job's model.
+    `api_key_header` is empty without an API key. Raises EngineAwayError if there is no gateway, or if it has
+    no workers, EngineStartError if it has no workers of the job's model.
     """
-    async with aiohttp.ClientSession(headers={**key_header, **spec.headers}) as session:
-        listed = await _workers_at_start(GatewayQuestions(session, spec.url), spec.url)
-    workers = workers_of(spec.model, listed, spec.url)
-    # A worker that is down now gets rows once it answers, whichever way they go.
+    async with aiohttp.ClientSession(headers={**api_key_header, **spec.headers}) as session:
+        listed = await _workers_at_start(GatewayQuestions(session, spec.url))
+    workers = workers_of_model(listed, model=spec.model, gateway_url=spec.url)
+    # The workers that are up decide. A worker that is down gets rows once it answers, whichever way they go.
     in_use = urls_in_use(workers)
     workers = [worker for worker in workers if worker.url in in_use] or workers
     for worker in workers:
-        if worker.peculiarity is not None:
-            return f"{worker.url} {worker.peculiarity}"
+        if worker.why_gateway_only is not None:
+            return f"{worker.url} {worker.why_gateway_only}"
+    # DP ranks of one server have the same address, which is tried once.
+    by_address = {worker.address: worker for worker in workers}
     # The job's headers are for the gateway, so the workers do not get them.
-    async with aiohttp.ClientSession(headers=key_header) as session:
-        by_address = {worker.address: worker for worker in workers}
-        reasons = await asyncio.gather(*(_unreachable(session, worker) for worker in by_address.values()))
+    async with aiohttp.ClientSession(headers=api_key_header) as session:
+        reasons = await asyncio.gather(*(_why_unreachable(session, worker) for worker in by_address.values()))
     return next(filter(None, reasons), None)
 
 
-async def _workers_at_start(gateway: GatewayQuestions, url: str) -> list[GatewayWorker]:
+async def _workers_at_start(gateway: GatewayQuestions) -> list[GatewayWorker]:
     """Return the workers that the gateway is not removing.
 
     Raises EngineAwayError if there are none, or if no gateway answers.
@@ -213,19 +214,17 @@ async def _workers_at_start(gateway: GatewayQuestions, url: str) -> list[Gateway
         raise EngineAwayError(str(failure)) from None
     staying = [worker for worker in workers if not worker.is_leaving]
     if not staying:
-        raise EngineAwayError(f"{url}: the gateway has no workers")
+        raise EngineAwayError(f"{gateway.url}: the gateway has no workers")
     return staying
 
 
-async def _unreachable(session: aiohttp.ClientSession, worker: GatewayWorker) -> str | None:
+async def _why_unreachable(session: aiohttp.ClientSession, worker: GatewayWorker) -> str | None:
     """Return why a worker cannot get rows directly.
 
     Return None if the worker answers at its own address, with the model that the gateway lists.
     """
     try:
-        status, reply = await ServerStatus(session, worker.address).mapping(
-            "/model_info", TIMING.status_timeout
-        )
+        status, reply = await ServerStatus(session, worker.address).mapping(MODEL_INFO, TIMING.status_timeout)
     except NOT_REACHED:
         return f"{worker.address} cannot be reached from here"
     if not reply.get("model_path"):
@@ -253,18 +252,18 @@ class WorkerState:
 class WorkerStates:
     """States of a gateway's workers. They decide whether an answer certainly came from the run's model."""
 
-    of: dict[str, WorkerState] = field(default_factory=dict)
+    by_url: dict[str, WorkerState] = field(default_factory=dict)
     """States by the URLs of the workers."""
     listed_at: float = -math.inf
     """Time at which the last answered request for the list of workers was sent."""
     gateway_lost_at: float = -math.inf
     """Time at which a row's connection to the gateway last failed."""
 
-    def see(self, url: str, unlisted_at: float = -math.inf) -> WorkerState:
-        """Return the state of a worker; create it if the worker is new."""
-        state = self.of.get(url)
+    def state_of(self, url: str, *, unlisted_at: float = -math.inf) -> WorkerState:
+        """Return the state of a worker. If the worker is new, create its state with `unlisted_at`."""
+        state = self.by_url.get(url)
         if state is None:
-            state = self.of[url] = WorkerState(WorkerWatch(url), unlisted_at)
+            state = self.by_url[url] = WorkerState(WorkerWatch(url), unlisted_at)
         return state
 
     @property
@@ -273,20 +272,30 @@ class WorkerStates:
         return self.gateway_lost_at >= self.listed_at
 
     def is_in_doubt(self, url: str) -> bool:
-        """Tell whether a worker may serve another model: it is new, or another server took its address."""
-        state = self.see(url, unlisted_at=time.monotonic())
-        return state.unlisted_at >= self.listed_at or state.watch.in_doubt
+        """Tell whether a worker that has answered may serve another model.
+
+        It may if it is new, or if another server may have taken its address.
+        """
+        state = self.state_of(url, unlisted_at=time.monotonic())
+        # The list of workers shows the model of a worker only if it was requested after the worker appeared.
+        is_new = state.unlisted_at >= self.listed_at
+        return is_new or state.watch.in_doubt
 
 
 class GatewaySender(PostSender):
     """Posts rows to a gateway, and refuses the answers of workers that may serve another model."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: URL, headers: Mapping[str, str], workers: WorkerStates
+        self,
+        session: aiohttp.ClientSession,
+        url: URL,
+        *,
+        headers: Mapping[str, str],
+        worker_states: WorkerStates,
     ) -> None:
-        """Send `headers` with each request. `workers` is shared with the engine, which updates it."""
+        """Send `headers` with each request. `worker_states` is shared with the engine, which updates it."""
         super().__init__(session, url, headers=headers)
-        self._workers = workers
+        self._worker_states = worker_states
         self.answered_by: str | None = None
         """URL of the worker that answered last; None before the first answer."""
 
@@ -295,18 +304,24 @@ class GatewaySender(PostSender):
 
         Raises EngineDownError while the gateway is in doubt, and for an answer of a worker in doubt.
         """
-        if self._workers.is_gateway_in_doubt:
+        if self._worker_states.is_gateway_in_doubt:
             gateway = self._url.origin()
             raise EngineDownError(f"the gateway {gateway} was away, and has not listed its workers since")
         answer = await super().post(body)
-        url = answer.headers.get(ROUTED_TO)
-        if url is None:
+        worker_url = answer.headers.get(ROUTED_TO)
+        if worker_url is None:
             return answer
-        self.answered_by = url
-        if answer.status == HTTPStatus.OK and self._workers.is_in_doubt(url):
+        self.answered_by = worker_url
+        if answer.status == HTTPStatus.OK and self._worker_states.is_in_doubt(worker_url):
             answer.release()
-            raise EngineDownError(f"{url} was away or is new: its answers count once its model is known")
+            raise EngineDownError(
+                f"{worker_url} was away or is new: its answers count once its model is known"
+            )
         return answer
+
+
+class _KeysIgnoredError(Exception):
+    """A gateway does not send all requests with the same routing key to one worker."""
 
 
 class ThroughGateway(HttpEngine):
@@ -328,17 +343,17 @@ class ThroughGateway(HttpEngine):
         """`why` is the reason why rows go through the gateway that `spec` describes."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._headers |= spec.headers
-        self._no_events = DROPS_INTERVAL
+        self._why_unwatched = DROPS_INTERVAL
         self.url = spec.url
         self._why = why
-        self._key_header = spec.routing_key_header
+        self._routing_key_header = spec.routing_key_header
         self._model_of_job = spec.model
         """Model name that the job gives as `engine.model`; None if the gateway serves one model only."""
-        self._gateway: GatewayQuestions | None = None
+        self._gateway_questions: GatewayQuestions | None = None
         """Asks the gateway for its workers; None before `open`."""
         self._model_id = ""
         """Model name by which the gateway finds the workers."""
-        self._workers = WorkerStates()
+        self._worker_states = WorkerStates()
         self._has_keys = False
         """Whether rows are sent with routing keys, so that each worker is a route."""
         self._keys_are_proven = False
@@ -351,13 +366,15 @@ class ThroughGateway(HttpEngine):
         self._in_use: frozenset[str] = frozenset()
         """URLs of the workers to which the gateway sends requests now."""
         self._key_search: asyncio.Task[None] | None = None
-        """Search for new keys, after a change of the workers."""
+        """Search for new keys, after a change of the workers or of their keys."""
         self._next_search_at = 0.0
         """If the gateway sent a row to a wrong worker, routing keys are searched again, but not before this
         time (seconds of the monotonic clock)."""
-        self._has_halves = False
-        """Whether prefill and decode are apart."""
-        self._halves_load = LoadEstimate()
+        self._has_warned_of_misrouting = False
+        """Whether the log has a warning that the gateway sent a row to a wrong worker."""
+        self._is_disaggregated = False
+        """Whether prefill and decode run on different workers (PD disaggregation)."""
+        self._disaggregated_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._has_warned_of_circuit = False
         """Whether the log has a warning that the gateway's circuit breaker is open."""
@@ -373,48 +390,42 @@ class ThroughGateway(HttpEngine):
         connections, limited_by = open_connections(1)
         self._open_sessions()
         assert self._question_session is not None
-        self._gateway = GatewayQuestions(self._question_session, self.url)
+        self._gateway_questions = GatewayQuestions(self._question_session, self.url)
         if self._task not in TASKS_PASSED:
             raise EngineStartError(
                 f"task: {self._task} needs requests that the gateway {self.url} does not pass on",
                 hint="set engine.route: workers, or list the workers as engine.urls",
             )
-        listed = await _workers_at_start(self._gateway, self.url)
-        workers = workers_of(self._model_of_job, listed, self.url)
+        asked_at = time.monotonic()
+        listed = await _workers_at_start(self._gateway_questions)
+        workers = workers_of_model(listed, model=self._model_of_job, gateway_url=self.url)
         self._observe(workers)
-        self._workers.listed_at = time.monotonic()
-        # The gateway would describe its first worker, whatever its model is. By the URL of a DP rank it
-        # reaches no server.
+        self._worker_states.listed_at = asked_at
+        # The gateway answers questions about the model for its first worker, which may serve another model.
+        # Behind a DP rank's URL, which ends with `@` and the rank, the gateway reaches no server.
         has_other_models = len(workers) < len(listed)
         has_ranks = any(worker.dp_base_url for worker in workers)
-        model, server = await self._describe(workers, by_labels=has_other_models or has_ranks)
+        model_info, server_info = await self._describe_workers(
+            workers, by_labels=has_other_models or has_ranks
+        )
         # The gateway finds workers by the model's name, so every request must have the name.
         name_in_list = next((worker.model_id for worker in workers if worker.model_id), None)
-        self._model_id = self._model_of_job or name_in_list or str(model["served_model_name"])
+        self._model_id = self._model_of_job or name_in_list or str(model_info["served_model_name"])
         self.model_to_send = self._model_id
-        self._model_names = frozenset({self._model_id, str(model["model_path"])})
+        self._model_names = frozenset({self._model_id, str(model_info["model_path"])})
         # The labels in the gateway's list describe a worker's model. Without labels, there are no fields to
         # compare.
         self.guard.model = common_model([worker.model for worker in workers if worker.labels] or [{}])
-        self._vocabulary = vocabulary_of(str(model["model_path"]))
-        check_does(self._task, model, f"{self.url}: serves {model['model_path']}")
-        self._in_use = urls_in_use(workers)
-        # If any worker is no regular HTTP server, the gateway must choose the worker of each request, so no
-        # routing keys are searched.
-        peculiarity = next((f"{w.url} {w.peculiarity}" for w in workers if w.peculiarity), None)
-        keys = {} if peculiarity else await self._keys_of(self._in_use) or {}
-        self._has_keys = bool(keys)
-        self._keys_are_proven = len(keys) > 1
-        self._has_halves = any(worker.worker_type == "decode" for worker in workers)
-        for url, key in keys.items():
-            self._workers.see(url).key = key
-        # Without routing keys, the gateway is the only route.
-        for url in keys or (self.url,):
-            endpoint = self.endpoints[url] = self._new_endpoint(url)
-            endpoint.arguments = server
-        self.serving = [*self.endpoints.values()]
+        self._vocabulary = vocabulary_of(str(model_info["model_path"]))
+        check_task(self._task, model_info, subject=f"{self.url}: serves {model_info['model_path']}")
+        self._is_disaggregated = any(worker.is_decode for worker in workers)
+        await self._open_routes(workers, server_info)
+        why_one_by_one = next(
+            (f"{worker.url} {worker.why_gateway_only}" for worker in workers if worker.why_gateway_only), None
+        )
         self._reports_load = True
-        info = describe([model], [server], self._loads_now(workers, time.monotonic()))
+        loads = self._loads_now(workers, time.monotonic())
+        info = describe(model_infos=[model_info], server_infos=[server_info], loads=loads)
         self._no_thinking_budget = info.no_thinking_budget
         return replace(
             info,
@@ -423,20 +434,38 @@ class ThroughGateway(HttpEngine):
             routes=tuple(self.endpoints),
             connections=connections,
             connections_by=limited_by,
-            one_by_one=peculiarity or info.one_by_one,
+            one_by_one=why_one_by_one or info.one_by_one,
             only_short_share=f"{DROPS_INTERVAL}, and a bundle has an event for each token",
             prefix_rows_alone=not self._has_keys,
             unsupported=self._unsupported(workers),
             notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),
         )
 
+    async def _open_routes(self, workers: Sequence[GatewayWorker], server_info: Mapping[str, Any]) -> None:
+        """Create an endpoint for each worker that has a routing key; without keys, one for the gateway."""
+        self._in_use = urls_in_use(workers)
+        keys: dict[str, str] = {}
+        # If any worker is no regular HTTP server, the gateway must choose the worker of each request, so no
+        # routing keys are searched.
+        if not any(worker.why_gateway_only for worker in workers):
+            with contextlib.suppress(_KeysIgnoredError):
+                keys = await self._find_keys(self._in_use)
+        self._has_keys = bool(keys)
+        self._keys_are_proven = len(keys) > 1
+        for url, key in keys.items():
+            self._worker_states.state_of(url).key = key
+        for url in keys or (self.url,):
+            endpoint = self.endpoints[url] = self._new_endpoint(url)
+            endpoint.arguments = server_info
+        self.serving = [*self.endpoints.values()]
+
     def _unsupported(self, workers: Sequence[GatewayWorker]) -> dict[str, str]:
         """Return the parts of a job that the workers cannot do, and why."""
         unsupported = dict[str, str]()
         if any(worker.is_grpc for worker in workers):
             unsupported |= GRPC_UNSUPPORTED
-        if self._has_halves:
-            unsupported |= HALVES_UNSUPPORTED
+        if self._is_disaggregated:
+            unsupported |= DISAGGREGATION_UNSUPPORTED
         return unsupported
 
     def _note(self, workers: Sequence[GatewayWorker]) -> str:
@@ -445,7 +474,7 @@ class ThroughGateway(HttpEngine):
             choice = ""
         elif self._has_keys:
             choice = ": each worker gets its rows by a routing key"
-        elif any(worker.peculiarity for worker in workers):
+        elif any(worker.why_gateway_only for worker in workers):
             choice = ": the gateway chooses the worker of each row"
         else:
             choice = (
@@ -455,36 +484,37 @@ class ThroughGateway(HttpEngine):
         names = ", ".join(worker.url for worker in workers)
         return f"rows go through the gateway {self.url} ({self._why}) to {names}{choice}"
 
-    async def _describe(
+    async def _describe_workers(
         self, workers: Sequence[GatewayWorker], *, by_labels: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the description of the workers' model, and the server arguments.
+        """Return the workers' `/model_info` and `/server_info`.
 
         If all workers speak HTTP, the gateway asks one of them for both, unless `by_labels` is true. Other
         workers are described only by their labels in the gateway's list, which have some of the fields.
         """
-        assert self._question_session is not None
-        status = ServerStatus(self._question_session, self.url)
-        model, server = dict[str, Any](), dict[str, Any]()
+        model_info, server_info = dict[str, Any](), dict[str, Any]()
         if not (by_labels or any(worker.is_grpc for worker in workers)):
+            gateway = self.status_of(self.url)
             try:
-                code, model = await status.mapping(MODEL_INFO, TIMING.server_open)
-                _, server = await status.mapping(SERVER_INFO, TIMING.server_open)
+                status, model_info = await gateway.mapping(GATEWAY_MODEL_INFO, TIMING.server_open)
+                _, server_info = await gateway.mapping(GATEWAY_SERVER_INFO, TIMING.server_open)
             except NOT_REACHED as failure:
-                raise EngineAwayError(f"{self.url}: no answer to {MODEL_INFO} ({failure!r})") from None
-            if code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise EngineAwayError(
+                    f"{self.url}: no answer to {GATEWAY_MODEL_INFO} ({failure!r})"
+                ) from None
+            if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 names = ", ".join(worker.url for worker in workers)
                 raise EngineAwayError(
-                    f"{self.url}: no worker of the gateway answers ({code}): {names}",
+                    f"{self.url}: no worker of the gateway answers ({status}): {names}",
                     hint="start the workers, or remove them from the gateway's list",
                 )
-        labels = next((worker.labels for worker in workers if worker.labels), {})
-        labelled = {name: _value_of(value) for name, value in labels.items()}
+        first_labels = next((worker.labels for worker in workers if worker.labels), {})
+        labels = {name: _value_of(value) for name, value in first_labels.items()}
         # The replies take precedence, because the labels date from the registration of the worker.
-        model = {"served_model_name": workers[0].model_id, **labelled, **model}
-        if not model.get("model_path"):
+        model_info = {"served_model_name": workers[0].model_id, **labels, **model_info}
+        if not model_info.get("model_path"):
             raise EngineAwayError(f"{self.url}: the gateway does not say which model its workers serve")
-        return model, {**labelled, **server}
+        return model_info, {**labels, **server_info}
 
     # Sending
 
@@ -493,17 +523,24 @@ class ThroughGateway(HttpEngine):
 
     def _new_sender(self, endpoint: Endpoint, path: str) -> PostSender:
         assert self._row_session is not None
-        key = self._workers.see(endpoint.url).key if self._has_keys else None
-        headers = {} if key is None else {self._key_header: key}
-        return GatewaySender(self._row_session, URL(endpoint.address + path), headers, self._workers)
+        key = self._worker_states.state_of(endpoint.url).key if self._has_keys else None
+        return GatewaySender(
+            self._row_session,
+            URL(endpoint.address + path),
+            headers={} if key is None else {self._routing_key_header: key},
+            worker_states=self._worker_states,
+        )
 
     def _refuse_unsendable(self, request: Request) -> None:
-        """Raise RowRefusedError for a row of a batch file that would get no answer; see `ONE_COMPLETION`."""
+        """Raise RowRefusedError for a row of a batch file that would get no answer; see `ONE_COMPLETION`.
+
+        A job's own `sampling.n` is refused earlier (DISAGGREGATION_UNSUPPORTED).
+        """
         super()._refuse_unsendable(request)
-        if self._has_halves and request.kind == "body":
+        if self._is_disaggregated and request.kind == "body":
             field_n = fields_of(request.prompt.content).get("n")
-            count = None if field_n is None else msgspec.json.decode(field_n)
-            if isinstance(count, int) and count > 1:
+            completions = None if field_n is None else msgspec.json.decode(field_n)
+            if isinstance(completions, int) and completions > 1:
                 raise RowRefusedError(f"n: {ONE_COMPLETION}")
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:  # noqa: ARG002
@@ -521,24 +558,39 @@ class ThroughGateway(HttpEngine):
     def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
         """Return the error of a refused row; mark a worker as in doubt if the gateway could not reach it."""
         error = refusal_of(answer)
-        is_circuit_open = self._in_use and code_of(answer.content) == CIRCUIT_OPEN_CODE
-        if is_circuit_open and not self._has_warned_of_circuit:
-            self._has_warned_of_circuit = True
-            log.warning(CIRCUIT_OPEN, self.url, len(self._in_use), error)
-        if isinstance(error, (EngineDownError, EngineDiedError)):
-            for url, state in self._workers.of.items():
+        if error is None:
+            return super()._refusal(endpoint, answer)
+        code = code_of(answer.content)
+        if code == CIRCUIT_OPEN_CODE and self._in_use:
+            self._warn_of_circuit(error)
+        # The gateway did not reach a worker, or lost it. Another server may take the worker's address.
+        if isinstance(error, EngineDownError):
+            for url, state in self._worker_states.by_url.items():
                 # The gateway's message may name the worker, even if the route is the whole gateway.
                 if url == endpoint.url or url.encode() in answer.content:
-                    was_alive = state.watch.record_failure()
-                    if was_alive and code_of(answer.content) == HALF_AWAY_CODE:
+                    was_up = state.watch.record_failure()
+                    # A worker that was up until now may have been killed by the row.
+                    if was_up and code == DISAGGREGATION_FAILED_CODE:
                         error = EngineDiedError(str(error))
-        return error or super()._refusal(endpoint, answer)
+        return error
+
+    def _warn_of_circuit(self, refusal: RequestError) -> None:
+        """Warn once that the gateway refuses rows although it lists healthy workers."""
+        if self._has_warned_of_circuit:
+            return
+        self._has_warned_of_circuit = True
+        log.warning(
+            "the gateway %s lists %d healthy workers, but sends them no rows (%s). Failed rows have opened "
+            "its circuit breaker: rows wait until the gateway tries a worker again. Start the gateway with "
+            "--disable-circuit-breaker --disable-retries",
+            self.url, len(self._in_use), refusal,
+        )  # fmt: skip
 
     async def _transport_error(
         self, endpoint: Endpoint, failure: Exception, request: SentRequest
     ) -> Exception:
         """Return the error of the rows of a request that failed on its way to the gateway."""
-        self._workers.gateway_lost_at = time.monotonic()
+        self._worker_states.gateway_lost_at = time.monotonic()
         return await super()._transport_error(endpoint, failure, request)
 
     async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:  # noqa: ARG002 - not needed
@@ -559,47 +611,49 @@ class ThroughGateway(HttpEngine):
 
         Raises AnotherModelError for a worker that serves another model under the run's name.
         """
-        if self._gateway is None or not self._reports_load:
+        if self._gateway_questions is None or not self._reports_load:
             return []
         asked_at = time.monotonic()
         try:
-            workers = await self._gateway.workers(TIMING.status_timeout)
-        except (EngineDownError, *NOT_REACHED) as failure:
-            self._log_absence(str(failure))
+            workers = await self._gateway_questions.workers(TIMING.status_timeout)
+        except EngineDownError as failure:
+            self._record_absence(str(failure))
             return []
-        self._log_absence(None)
-        workers = [worker for worker in workers if worker.model_id in {None, self._model_id}]
+        if self._is_away:
+            self._record_return()
+        workers = [worker for worker in workers if worker.serves(self._model_id)]
         for worker in workers:
             if worker.labels:
                 refuse_another(worker.url, self.guard.model, worker.model)
         self._observe(workers)
-        self._workers.listed_at = asked_at
-        self._follow(workers)
+        self._worker_states.listed_at = asked_at
+        self._update_routes(workers)
         loads = self._loads_now(workers, time.monotonic())
         # Without routing keys, nobody knows which worker has a row, so no worker can be blamed for a hang.
         if self._has_keys:
+            # The used tokens are a worker's only sign of progress (`hang_detector.progress_of`).
             self._pause_hanging_servers([load for load in loads if load.used_tokens is not None])
         return loads
 
-    def _log_absence(self, why: str | None) -> None:
-        """Log when the gateway goes away (`why` is the reason), and when it is back (`why` is None)."""
-        is_away = why is not None
-        if is_away == self._is_away:
-            return
-        self._is_away = is_away
-        if is_away:
+    def _record_absence(self, why: str) -> None:
+        """Log that the gateway does not answer, unless the log says so already."""
+        if not self._is_away:
+            self._is_away = True
             log.warning("the gateway %s is away (%s): rows wait for it", self.url, why)
-        else:
-            log.warning("the gateway %s is back", self.url)
-            self._incidents.append(Incident("back", self.url))
-            # A restarted gateway may have forgotten the routing keys. With this list empty, a new search
-            # begins.
-            self._in_use = frozenset()
+
+    def _record_return(self) -> None:
+        """Report that the gateway answers again, and let the routing keys be searched again."""
+        self._is_away = False
+        log.warning("the gateway %s is back", self.url)
+        self._incidents.append(Incident("back", self.url))
+        # A restarted gateway may have forgotten the keys. Because no worker counts as used, the next list of
+        # workers is a change, and a new search begins.
+        self._in_use = frozenset()
 
     def _observe(self, workers: Sequence[GatewayWorker]) -> None:
         """Process the load reports of all workers; raises AnotherModelError for other weights."""
         for worker in workers:
-            state = self._workers.see(worker.url)
+            state = self._worker_states.state_of(worker.url)
             state.watch.observe(worker)
             state.load.observe(worker.report, self._in_flight_at(worker))
 
@@ -608,8 +662,8 @@ class ThroughGateway(HttpEngine):
         in_use = urls_in_use(workers)
         used_workers = [worker for worker in workers if worker.url in in_use]
         # Each row needs a prefill and a decode worker, so all workers together have one load.
-        if any(worker.worker_type == "decode" for worker in used_workers):
-            return [self._load_of_halves(used_workers, now)]
+        if any(worker.is_decode for worker in used_workers):
+            return [self._load_of_all(used_workers, now)]
         # If the gateway routes by keys, only the workers in `endpoints` get rows: those for which a key was
         # found.
         if self._has_keys:
@@ -626,113 +680,147 @@ class ThroughGateway(HttpEngine):
             scheduler, route = worker.url, worker.url
         else:
             scheduler, route = f"{self.url}#{worker.url}", self._shared_route
-        load_estimate = self._workers.see(worker.url).load
-        return load_estimate.now(self._in_flight_at(worker), scheduler=scheduler, route=route, now=now)
+        load_estimate = self._worker_states.state_of(worker.url).load
+        return load_estimate.load_at(
+            now, in_flight=self._in_flight_at(worker), scheduler=scheduler, route=route
+        )
 
     def _in_flight_at(self, worker: GatewayWorker) -> int:
+        """Return the number of requests at a worker, of this run and of others.
+
+        A bundle of this run counts as many requests as it has rows. If the gateway does not report its number
+        of requests at the worker, the requests of others are unknown: they are left out if the worker is a
+        route, and else the last load report counts.
+        """
         endpoint = self.endpoints.get(worker.url)
         if self._has_keys and endpoint is not None:
             # The worker is a route, so our own requests at it are known.
-            requests_of_others = 0 if worker.load is None else max(0, worker.load - len(endpoint.requests))
+            requests_of_others = 0
+            if worker.requests is not None:
+                requests_of_others = max(0, worker.requests - len(endpoint.requests))
             return _rows_of(endpoint) + requests_of_others
-        if worker.load is None:
+        if worker.requests is None:
             return worker.report.num_running_reqs + worker.report.num_waiting_reqs
         # The gateway chooses the worker of each request, and each of its requests may be a bundle of several
         # rows of this run.
-        return round(worker.load * self._rows_per_request())
+        return round(worker.requests * self._rows_per_request())
 
-    def _load_of_halves(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
-        """Return one load for all prefill and decode workers; see `report_of_halves`."""
-        decoding = [worker for worker in workers if worker.worker_type == "decode"]
-        # Other clients may use the gateway too, so its own count of requests may exceed the run's rows.
-        counts = [worker.load for worker in decoding if worker.load is not None]
-        rows_of_run = sum(map(_rows_of, self.serving))
-        # If the count of a worker is missing, the sum is unknown, and only the run's own rows count.
-        requests_at_gateway = sum(counts) if len(counts) == len(decoding) else 0
-        in_flight = max(requests_at_gateway, rows_of_run)
-        self._halves_load.observe(report_of_halves(workers), in_flight)
-        return self._halves_load.now(in_flight, scheduler=self.url, route=self.url, now=now)
+    def _load_of_all(self, workers: Sequence[GatewayWorker], now: float) -> SchedulerLoad:
+        """Return one load for all prefill and decode workers; see `disaggregated_report`."""
+        in_flight = sum(map(_rows_of, self.serving))
+        counts = [worker.requests for worker in workers if worker.is_decode]
+        # Other clients may use the gateway too, so its own count of requests may exceed the run's rows. If
+        # the count of a worker is missing, the sum is unknown, and only the run's own rows count.
+        if None not in counts:
+            in_flight = max(in_flight, sum(count or 0 for count in counts))
+        self._disaggregated_load.observe(disaggregated_report(workers), in_flight)
+        return self._disaggregated_load.load_at(now, in_flight=in_flight, scheduler=self.url, route=self.url)
 
     def _rows_per_request(self) -> float:
         """Return the mean number of rows per request in flight; a bundle has several rows."""
         requests = sum(len(endpoint.requests) for endpoint in self.serving)
         return sum(map(_rows_of, self.serving)) / requests if requests else 1.0
 
-    def _follow(self, workers: Sequence[GatewayWorker]) -> None:
+    def _update_routes(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers in use now; search for routing keys if workers or keys have changed."""
-        in_use = urls_in_use(workers)
+        in_use_before, self._in_use = self._in_use, urls_in_use(workers)
         # After a start of the gateway every worker would count as new, so none is logged.
-        if self._in_use:
-            for url in sorted(in_use - self._in_use):
+        if in_use_before:
+            for url in sorted(self._in_use - in_use_before):
                 log.info("%s gets rows from now on, because the gateway uses it", url)
-        for url in sorted(self._in_use - in_use):
+        for url in sorted(in_use_before - self._in_use):
             log.info("%s gets no more rows, because the gateway does not use it now", url)
-        is_changed, self._in_use = in_use != self._in_use, in_use
         if not self._has_keys:
             # The gateway chooses the worker of each request, so routing keys are of no use.
             return
+        is_changed = self._in_use != in_use_before
         if is_changed:
             for endpoint in self.serving:
-                endpoint.set_listed(is_listed=endpoint.url in in_use)
-        lack_keys = any(self._workers.see(url).key is None for url in in_use)
-        is_searching = self._key_search is not None and not self._key_search.done()
-        if (is_changed or lack_keys or self._leads_astray(time.monotonic())) and not is_searching:
+                endpoint.set_listed(is_listed=endpoint.url in self._in_use)
+        if self._key_search is not None and not self._key_search.done():
+            # The search goes on until it has seen the present workers.
+            return
+        lack_keys = any(self._worker_states.state_of(url).key is None for url in self._in_use)
+        if is_changed or lack_keys or self._record_misrouting(time.monotonic()):
             self._key_search = asyncio.create_task(self._renew_keys())
 
     # Routing keys
 
-    def _leads_astray(self, now: float) -> bool:
-        """Tell whether to search for routing keys again, because a key led to the wrong worker.
+    def _record_misrouting(self, now: float) -> bool:
+        """Tell whether a key has led to a wrong worker, so that keys must be searched again.
 
         Either the gateway has assigned the key to another worker, or its overload protection avoids the right
         worker for a while. A new search does not help against overload protection, so there is a pause
-        between searches.
+        between searches: if this method returns True at the time `now`, it returns False for the next
+        LEAST_SEARCH_PAUSE_S seconds.
         """
         if now < self._next_search_at:
             return False
-        # A worker that has left is not checked, because another worker now gets the rows with its key.
-        for endpoint in filter(lambda endpoint: endpoint.is_listed, self.serving):
+        for endpoint in self.serving:
+            if not endpoint.is_listed:
+                # Another worker now gets the rows with the key of a worker that has left.
+                continue
             for sender in endpoint.senders.values():
                 assert isinstance(sender, GatewaySender)
-                if sender.answered_by not in {None, endpoint.url}:
-                    # The warning is logged once. Later searches are routine.
-                    if not self._next_search_at:
-                        log.warning(ASTRAY, endpoint.url, sender.answered_by)
-                    sender.answered_by = None
-                    self._next_search_at = now + LEAST_SEARCH_PAUSE_S
-                    return True
+                if sender.answered_by in {None, endpoint.url}:
+                    continue
+                self._warn_of_misrouting(endpoint.url, sender.answered_by)
+                sender.answered_by = None
+                self._next_search_at = now + LEAST_SEARCH_PAUSE_S
+                return True
         return False
+
+    def _warn_of_misrouting(self, url: str, answered_by: str | None) -> None:
+        """Warn once that a row was answered by another worker than the one of its routing key."""
+        if self._has_warned_of_misrouting:
+            return
+        self._has_warned_of_misrouting = True
+        log.warning(
+            "rows with the routing key of %s were answered by %s: the gateway has reassigned the key, or its "
+            "overload protection avoids a worker with waiting requests (start the gateway with "
+            "--disable-worker-overload-protection)",
+            url, answered_by,
+        )  # fmt: skip
 
     async def _renew_keys(self) -> None:
         """Search for the workers' routing keys; search again if the list of workers has changed."""
         is_current = False
         while not is_current:
             urls = self._in_use
-            keys = await self._keys_of(urls)
-            if keys is None and not self._keys_are_proven:
-                self._share_one_route()
-                return
-            keys = keys or {}
+            try:
+                keys = await self._find_keys(urls)
+            except _KeysIgnoredError:
+                if not self._keys_are_proven:
+                    self._share_one_route()
+                    return
+                # The gateway does route by keys, but workers have changed during the search, or its overload
+                # protection avoids one of them now.
+                keys = {}
             self._keys_are_proven |= len(keys) > 1
-            if not keys.keys() >= urls:
+            if urls - keys.keys():
                 # A worker or the gateway is down. The worker keeps its old key until it answers again. This
                 # pause limits how often the search is repeated meanwhile.
                 await asyncio.sleep(TIMING.model_check)
             is_current = urls == self._in_use
-            for url, key in keys.items():
-                self._workers.see(url).key = key
-                endpoint = self.endpoints.get(url)
-                if endpoint is None:
-                    endpoint = self.endpoints[url] = self._new_endpoint(url)
-                    self.serving.append(endpoint)
-                endpoint.set_listed(is_listed=True)
-                # New senders are created when needed, with the new routing key.
-                endpoint.senders.clear()
+            self._use_keys(keys)
+
+    def _use_keys(self, keys: Mapping[str, str]) -> None:
+        """Send rows with new routing keys, given by the workers' URLs; a new worker becomes a route."""
+        for url, key in keys.items():
+            self._worker_states.state_of(url).key = key
+            endpoint = self.endpoints.get(url)
+            if endpoint is None:
+                endpoint = self.endpoints[url] = self._new_endpoint(url)
+                self.serving.append(endpoint)
+            # The gateway may have stopped using the worker during the search.
+            endpoint.set_listed(is_listed=url in self._in_use)
+            # New senders are created when needed, with the new routing key.
+            endpoint.senders.clear()
 
     def _share_one_route(self) -> None:
         """Send all rows without routing keys from now on, because the gateway does not route by keys.
 
-        The run began with a single worker, so its route is now that of all workers.
+        There was only one worker at a time until now. The route of the last one becomes that of all workers.
         """
         endpoint = self.serving[-1]
         log.warning(
@@ -746,11 +834,12 @@ class ThroughGateway(HttpEngine):
         # New senders are created when needed, without a routing key.
         endpoint.senders.clear()
 
-    async def _keys_of(self, urls: frozenset[str]) -> dict[str, str] | None:
+    async def _find_keys(self, urls: frozenset[str]) -> dict[str, str]:
         """Try routing keys until one leads to each worker; return the keys by the workers' URLs.
 
-        A worker that is down gets no key. The result is None if the gateway does not route by keys: a key has
-        led to different workers, or some worker got no key though all requests were answered.
+        A worker that is down gets no key. If a worker stops answering during the search, the result is empty,
+        because its key is not confirmed. Raises _KeysIgnoredError if the gateway does not route by keys: a
+        key has led to different workers, or some worker got no key though all requests were answered.
 
         Requests are sent one after the other. A gateway may pin a key to a worker at the first request with
         the key, and the second request must not arrive before that.
@@ -766,21 +855,29 @@ class ThroughGateway(HttpEngine):
                 unanswered += 1
             elif url in urls and url not in keys:
                 keys[url] = key
-                answered_by = await self._worker_of(key)
-                if answered_by != url:
-                    # A second request with the key led elsewhere, so the gateway does not route by keys. If
-                    # there was no answer, nothing is known.
-                    return None if answered_by else {}
+                # Most gateways that ignore keys are noticed here, before further keys are tried.
+                if not await self._is_confirmed(key, url):
+                    return {}
         # If every request was answered, a gateway that routes by keys would have reached all workers.
-        if not (keys.keys() >= urls or unanswered):
-            return None
-        # A gateway that ignores keys may still have chosen the same worker twice by chance.
+        if urls - keys.keys() and not unanswered:
+            raise _KeysIgnoredError
+        # A gateway that ignores keys may still have chosen the same worker twice by chance. The first
+        # confirmation was above.
         for _ in range(CONFIRMATIONS - 1):
             for url, key in keys.items():
-                answered_by = await self._worker_of(key)
-                if answered_by != url:
-                    return None if answered_by else {}
+                if not await self._is_confirmed(key, url):
+                    return {}
         return keys
+
+    async def _is_confirmed(self, key: str, url: str) -> bool:
+        """Tell whether a key leads to the worker at `url` again; False if no worker answers.
+
+        Raises _KeysIgnoredError if another worker answers.
+        """
+        answered_by = await self._worker_of(key)
+        if answered_by is not None and answered_by != url:
+            raise _KeysIgnoredError
+        return answered_by is not None
 
     async def _worker_of(self, key: str) -> str | None:
         """Return the URL of the worker to which a key leads; None if no worker answers.
@@ -790,7 +887,7 @@ class ThroughGateway(HttpEngine):
         assert self._question_session is not None
         body = {"model": self._model_id, "input_ids": [1], "sampling_params": {"temperature": -1}}
         url = URL(self.url + wire.GENERATE_PATH)
-        sender = PostSender(self._question_session, url, headers={self._key_header: key})
+        sender = PostSender(self._question_session, url, headers={self._routing_key_header: key})
         try:
             async with asyncio.timeout(TIMING.status_timeout):
                 answer = await sender.post(wire.bytes_of(body))

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -27,21 +27,22 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import another_model, model_in
 from batchrunner.engines.http.proxies import by_proxy
 from batchrunner.engines.http.server_info import (
+    GATEWAY_LOADS,
+    GATEWAY_WORKERS,
     KEY_REFUSED,
     NOT_REACHED,
-    WORKERS,
     Requests,
     ServerStatus,
     in_words,
 )
 from batchrunner.engines.http.wire import GENERATE_PATH
 
-LOADS = "/loads"
-"""Path under which a gateway returns the load reports of its workers."""
 REMEDY = "start the gateway, or correct engine.url"
 """Advice to a user whose gateway does not answer."""
 _LEAVING = "draining"
 """Status of a worker that finishes its requests and gets no new ones."""
+
+Reply = TypeVar("Reply")
 
 
 class _Memory(msgspec.Struct):
@@ -65,7 +66,8 @@ class WorkerLoad(msgspec.Struct, kw_only=True):
     memory: _Memory | None = None
     queues: _QueueLengths | None = None
     reported_at: Any = None
-    """Time of the report by the worker's clock, as text; None if the gateway does not return it."""
+    """Time of the report by the worker's clock, as text; None if the gateway does not return it. A sum of
+    reports has the list of their times. Times are only compared, to notice a new report."""
 
 
 class _EngineLoad(msgspec.Struct):
@@ -73,6 +75,7 @@ class _EngineLoad(msgspec.Struct):
 
     loads: list[WorkerLoad] = []
     timestamp: Any = None
+    """Time of the report by the worker's clock, as text."""
 
 
 class _ListedLoad(WorkerLoad, kw_only=True):
@@ -106,7 +109,7 @@ class GatewayWorker(msgspec.Struct):
     dp_base_url: str | None = None
     """URL of the server, if the gateway lists each DP rank of the server as a worker (`--dp-aware`). The
     worker's own URL then ends with `@` and the rank."""
-    load: int | None = None
+    requests: int | None = msgspec.field(name="load", default=None)
     """Number of requests that the gateway has at the worker now; None if the gateway does not report it."""
     engine_load: _EngineLoad | None = None
     """Last load report; None before the first."""
@@ -117,10 +120,15 @@ class GatewayWorker(msgspec.Struct):
         return self.connection_mode == "grpc" or self.url.startswith("grpc")
 
     @property
-    def peculiarity(self) -> str | None:
-        """Reason why the worker is no regular HTTP server, such as "speaks gRPC"; None if it is one.
+    def is_decode(self) -> bool:
+        """Whether the worker only decodes, and prefill workers compute the prompts (PD disaggregation)."""
+        return self.worker_type == "decode"
 
-        Only the gateway can send rows to such a worker, and each request may have only one row.
+    @property
+    def why_gateway_only(self) -> str | None:
+        """Reason why only the gateway can send rows to the worker, such as "speaks gRPC".
+
+        None for a regular HTTP server. Any other worker takes only one row in each request.
         """
         if self.is_grpc:
             return "speaks gRPC"
@@ -137,6 +145,10 @@ class GatewayWorker(msgspec.Struct):
     def is_leaving(self) -> bool:
         """Whether the gateway is removing the worker and sends it no new requests."""
         return self.status == _LEAVING
+
+    def serves(self, model: str) -> bool:
+        """Tell whether the worker serves a model. A worker without a model name may serve any model."""
+        return self.model_id in {None, model}
 
     @property
     def model(self) -> dict[str, str]:
@@ -182,21 +194,25 @@ def urls_in_use(workers: Iterable[GatewayWorker]) -> frozenset[str]:
     return frozenset(worker.url for worker in workers if worker.is_healthy and not worker.is_leaving)
 
 
-def workers_of(model: str | None, listed: Sequence[GatewayWorker], gateway: str) -> list[GatewayWorker]:
-    """Return the workers of the job's `engine.model`, or all workers if the `gateway` serves one model only.
+def workers_of_model(
+    workers: Sequence[GatewayWorker], *, model: str | None, gateway_url: str
+) -> list[GatewayWorker]:
+    """Return those of a gateway's workers that serve `model`, the job's `engine.model`.
 
-    A worker without a model name counts as one of every model. Raises EngineStartError if no worker has the
-    model, or if the gateway serves several models and the job names none.
+    Without `model`, return all workers. Raises EngineStartError if no worker has the model, or if the gateway
+    serves several models and the job names none.
     """
-    names = sorted({worker.model_id for worker in listed if worker.model_id})
-    if model is None and len(names) > 1:
-        raise EngineStartError(
-            f"{gateway}: the gateway serves several models ({', '.join(names)})",
-            hint="set engine.model to one of them",
-        )
-    if model is not None and names and model not in names:
-        raise EngineStartError(f"engine.model: {model}: the gateway {gateway} serves {', '.join(names)}")
-    return [worker for worker in listed if model is None or worker.model_id in {None, model}]
+    names = sorted({worker.model_id for worker in workers if worker.model_id})
+    if model is None:
+        if len(names) > 1:
+            raise EngineStartError(
+                f"{gateway_url}: the gateway serves several models ({', '.join(names)})",
+                hint="set engine.model to one of them",
+            )
+        return list(workers)
+    if names and model not in names:
+        raise EngineStartError(f"engine.model: {model}: the gateway {gateway_url} serves {', '.join(names)}")
+    return [worker for worker in workers if worker.serves(model)]
 
 
 _read_loads = msgspec.json.Decoder(_GatewayLoads)
@@ -205,8 +221,7 @@ _read_worker = msgspec.json.Decoder(GatewayWorker)
 
 def _sum_if_all_known(limits: Sequence[int | None]) -> int | None:
     """Return the sum of limits; None if one of them is None or 0 (not reported)."""
-    known = [limit for limit in limits if limit]
-    return sum(known) if len(known) == len(limits) else None
+    return sum(limit or 0 for limit in limits) if all(limits) else None
 
 
 def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
@@ -229,21 +244,24 @@ def sum_of(loads: Sequence[WorkerLoad]) -> WorkerLoad:
     )
 
 
-def report_of_halves(workers: Sequence[GatewayWorker]) -> WorkerLoad:
+def disaggregated_report(workers: Sequence[GatewayWorker]) -> WorkerLoad:
     """Return one load report for all prefill and decode workers, because each row needs one of each type.
 
     Running requests, token usage and limits are those of the decode workers. SGLang has every request at a
-    prefill and at a decode worker from the beginning, and counts it as waiting at both. So `num_waiting_reqs`
-    of the decode workers is left out: it has the requests that wait for their prefill a second time, and
-    requests whose prefill or transfer is under way. Only requests count that have been transferred and wait
-    for a place in a batch.
+    prefill and at a decode worker from the beginning, and counts it as waiting at both. So the waiting
+    requests are those of the prefill workers, and those that only wait for a place in a decode batch.
+    `num_waiting_reqs` of the decode workers is not used: it also counts requests that still wait for their
+    prefill, and requests whose prefill or transfer is under way.
     """
-    decoding = [worker for worker in workers if worker.worker_type == "decode"]
-    report = sum_of([worker.report for worker in decoding])
-    other_reports = [worker.report for worker in workers if worker.worker_type != "decode"]
-    report.num_waiting_reqs = sum(worker.waiting_for_batch for worker in decoding)
-    report.num_waiting_reqs += sum(other.num_waiting_reqs for other in other_reports)
-    report.reported_at = [worker.report.reported_at for worker in workers]
+    decode_workers = [worker for worker in workers if worker.is_decode]
+    prefill_workers = [worker for worker in workers if not worker.is_decode]
+    report = sum_of([worker.report for worker in decode_workers])
+    waiting_for_prefill = sum(worker.report.num_waiting_reqs for worker in prefill_workers)
+    waiting_for_decode = sum(worker.waiting_for_batch for worker in decode_workers)
+    report.num_waiting_reqs = waiting_for_prefill + waiting_for_decode
+    times = [worker.report.reported_at for worker in workers]
+    # If the gateway could read no report, the sum is no report either.
+    report.reported_at = times if any(time is not None for time in times) else None
     return report
 
 
@@ -256,9 +274,9 @@ class LoadEstimate:
     """Estimates a worker's present load from its last reports and its number of requests in flight.
 
     A report may be 10 s old, but the number of requests in flight is exact at any time. Some of these
-    requests wait in the scheduler's queue (`#queue-req`). The others are *at work*: they run, or they or
-    their answers are on the way between the client and the scheduler. The number at work changes slowly. So
-    the estimate takes it from the reports, and counts all further requests in flight as queued.
+    requests wait in the scheduler's queue (`#queue-req`). The others are *at work*: they run, or they are on
+    the way to the scheduler, or their answers are on the way back. The number at work changes slowly. So the
+    estimate takes it from the reports, and counts all further requests in flight as queued.
     """
 
     _report: WorkerLoad = field(default_factory=WorkerLoad)
@@ -275,25 +293,28 @@ class LoadEstimate:
         work (running or on the way).
         """
         running, waiting = report.num_running_reqs, report.num_waiting_reqs
+        is_idle = running + waiting == 0
         # A report without a time and without requests means that the gateway could not read the worker's
         # load.
-        is_missing = self._at_work and report.reported_at is None and not running + waiting
+        is_missing = is_idle and report.reported_at is None and bool(self._at_work)
         if report == self._report or is_missing:
             return
         self._report = report
         self._from_others = max(0, running + waiting - in_flight)
-        if not running + waiting:
+        if is_idle:
             # An idle worker does not show how many requests it can run at once.
             return
         at_work = in_flight + self._from_others - waiting
         if not waiting:
             # The scheduler has room for more requests, up to its limit. At most twice the present number is
             # assumed, because the KV pool may be too small for more.
-            limit = report.max_running_requests
-            at_work += at_work if limit is None else min(at_work, max(0, limit - running))
+            room = at_work
+            if report.max_running_requests is not None:
+                room = min(room, max(0, report.max_running_requests - running))
+            at_work += room
         self._at_work.append(at_work)
 
-    def now(self, in_flight: int, *, scheduler: str, route: str, now: float) -> SchedulerLoad:
+    def load_at(self, now: float, *, in_flight: int, scheduler: str, route: str) -> SchedulerLoad:
         """Return the load at the time `now`, in seconds of the monotonic clock, with `in_flight` requests.
 
         Before the first report with requests, `taken_at` is 0, so that the load does not change the
@@ -338,8 +359,8 @@ class WorkerWatch:
 
     The gateway does not notice this, because it reads a worker's model only when the worker is registered.
     Only the load reports show it: the weights of another model take another amount of memory. When a request
-    to the worker fails, the worker is in doubt. Its answers do not count until a report arrives that is newer
-    than the failure.
+    to the worker fails, the worker is in doubt. Its answers do not count until a report that is certainly
+    newer than the failure has shown the weights.
     """
 
     url: str
@@ -348,24 +369,25 @@ class WorkerWatch:
     """Memory of the weights in the first report that has it; None before. Until then, the worker is never in
     doubt."""
     _report_before: Any = None
-    """Time of the newest load report when the doubt arose; None until the gateway's list is read again."""
+    """Time of the last load report that may be older than the failure. It is None until the gateway's list is
+    read after the failure, and NO_REPORT if that list has no report of the worker."""
 
     def record_failure(self) -> bool:
-        """Record that a request failed on its way to the worker; return whether this is the first failure.
+        """Record that a request failed on its way to the worker; return whether the worker was up until then.
 
-        It is if the worker reported its load after the failure before, or at all if there was none.
+        It was if it has reported its load at least once, and is not in doubt since an earlier failure.
         """
         if self._weights_gb is None:
             return False
-        was_in_doubt = self.in_doubt
-        self.in_doubt, self._report_before = True, None
-        return not was_in_doubt
+        was_up = not self.in_doubt
+        self.in_doubt = True
+        self._report_before = None
+        return was_up
 
     def observe(self, worker: GatewayWorker) -> None:
         """Process the worker's entry in the list; raises AnotherModelError for another model's weights.
 
-        The first report sets the size of the weights. A doubt ends with the first report that is certainly
-        newer than the failed request.
+        The first report sets the size of the weights.
         """
         weights_gb = worker.weights_gb
         if weights_gb is None:
@@ -376,12 +398,18 @@ class WorkerWatch:
             self._weights_gb = weights_gb
         if not math.isclose(weights_gb, self._weights_gb, rel_tol=SAME_WEIGHTS, abs_tol=SAME_WEIGHTS_GB):
             raise another_model(self.url, "weight_gb", str(self._weights_gb), str(weights_gb))
-        reported_at = worker.report.reported_at
-        if self.in_doubt and self._report_before is None and reported_at is not None:
+        if self.in_doubt:
+            self._settle_doubt(worker.report.reported_at)
+
+    def _settle_doubt(self, reported_at: Any) -> None:
+        """End the doubt if a load report, which has shown the right weights, is newer than the failure."""
+        if reported_at is None:
+            # Reports have no times to compare, so each counts as new.
+            self.in_doubt = False
+        elif self._report_before is None:
             # This report may be older than the failure, so only the next one ends the doubt.
             self._report_before = reported_at
-        elif reported_at != self._report_before or reported_at is None:
-            # The report is newer than the failure, or reports have no times to compare.
+        elif reported_at != self._report_before:
             self.in_doubt = False
 
 
@@ -394,7 +422,7 @@ class GatewayQuestions:
         self._session = session
         self._status = ServerStatus(session, url)
         self._lists_workers = True
-        """Whether to ask for `/workers`; false once the gateway has refused it and accepted rows."""
+        """Whether to ask for `/workers`; false if the API key may send rows, but not read this path."""
 
     async def workers(self, timeout_s: float | None = None) -> list[GatewayWorker]:
         """Return the gateway's workers, including workers that get no new requests.
@@ -403,34 +431,39 @@ class GatewayQuestions:
         `TIMING.server_open`), if it refuses the API key even for rows, or if the server is no gateway.
         """
         timeout_s = TIMING.server_open if timeout_s is None else timeout_s
-        status, reply = 0, dict[str, Any]()
         if self._lists_workers:
-            status, reply = await self._get(WORKERS, timeout_s)
+            status, reply = await self._reached(self._status.mapping(GATEWAY_WORKERS, timeout_s))
             if isinstance(reply.get("workers"), list):
                 return _read_workers(reply["workers"])
-        is_refused = status in KEY_REFUSED
-        if is_refused or not self._lists_workers:
-            # A gateway answers `/loads` for every key. So an empty request, sent as if for an answer, shows
-            # whether this key may send rows.
-            workers = await self._workers_in_loads(timeout_s)
-            if workers and await self._takes_rows(timeout_s):
-                self._lists_workers = False
-                return workers
-        if is_refused:
+            if status not in KEY_REFUSED:
+                raise EngineDownError(
+                    f"{self.url}: is not SGLang's Model Gateway (no path {GATEWAY_WORKERS}): correct "
+                    f"engine.url, or write `engine: {self.url}` if a server is there"
+                )
+        # The key may not read the list of workers, but it may have the right to send rows. `/loads` does not
+        # tell, because a gateway answers it for every key.
+        workers = await self._workers_in_loads(timeout_s)
+        row_status = await self._status_of_empty_row(timeout_s)
+        if row_status in KEY_REFUSED:
             raise EngineDownError(
-                f"{self.url}: refuses the API key ({status}){by_proxy(self.url)}: see engine.api_key_env"
+                f"{self.url}: refuses the API key ({row_status}){by_proxy(self.url)}: see engine.api_key_env"
             )
-        raise EngineDownError(
-            f"{self.url}: is not SGLang's Model Gateway (no path {WORKERS}): correct engine.url, or write "
-            f"`engine: {self.url}` if a server is there"
-        )
+        if not workers:
+            raise EngineDownError(
+                f"{self.url}: the API key may not read {GATEWAY_WORKERS}, and {GATEWAY_LOADS} names no worker"
+            )
+        self._lists_workers = False
+        return workers
 
     async def _workers_in_loads(self, timeout_s: float) -> list[GatewayWorker]:
-        """Return the workers that `/loads` names; empty if there is no readable answer."""
+        """Return the workers that `/loads` names; empty if the reply cannot be read.
+
+        Raises EngineDownError if there is no reply.
+        """
+        _, body = await self._reached(self._status.get(GATEWAY_LOADS, timeout_s))
         try:
-            _, body = await self._status.get(LOADS, timeout_s)
             loads = _read_loads.decode(body).loads
-        except (*NOT_REACHED, msgspec.MsgspecError):
+        except msgspec.MsgspecError:
             return []
         # `/loads` has an entry for each scheduler. Those of one worker are grouped.
         loads_of = defaultdict[tuple[str, str], list[WorkerLoad]](list)
@@ -442,22 +475,19 @@ class GatewayQuestions:
             if url
         ]
 
-    async def _takes_rows(self, timeout_s: float) -> bool:
-        """Tell whether the API key may send rows.
+    async def _status_of_empty_row(self, timeout_s: float) -> int:
+        """Return the status of a row without a prompt; raises EngineDownError if the gateway does not answer.
 
-        A request without a prompt is sent. The gateway refuses it in any case, but with another status if the
-        key may not send rows.
+        The gateway refuses such a row in any case, but with a status of KEY_REFUSED only if the API key may
+        not send rows.
         """
-        try:
-            status, _ = await self._status.post(GENERATE_PATH, {}, timeout_s)
-        except NOT_REACHED:
-            return False
-        return status not in KEY_REFUSED
+        status, _ = await self._reached(self._status.post(GENERATE_PATH, {}, timeout_s))
+        return status
 
-    async def _get(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        """Return the status and the JSON object of a path; raises EngineDownError without an answer."""
+    async def _reached(self, request: Awaitable[Reply]) -> Reply:
+        """Return the reply to a request; raises EngineDownError if the gateway does not answer in time."""
         try:
-            return await self._status.mapping(path, timeout_s)
+            return await request
         except NOT_REACHED as failure:
             raise EngineDownError(
                 f"no connection to {self.url}{by_proxy(self.url)} ({in_words(failure)}): {REMEDY}"

@@ -19,7 +19,6 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.server_replies import (
-    MOST_TOKENS,
     FinishReason,
     TokenCount,
     Word,
@@ -64,7 +63,7 @@ class Meta(msgspec.Struct):
     input_token_logprobs: list[TokenLogprob] | None = None
 
 
-class Sample(msgspec.Struct):
+class GenerateOutput(msgspec.Struct):
     """One output in a reply of `/generate`."""
 
     meta_info: Meta
@@ -74,7 +73,7 @@ class Sample(msgspec.Struct):
     """Token ids of the output as undecoded JSON. SGLang always sends them, but few rows need them."""
 
 
-class Event(Sample):
+class Event(GenerateOutput):
     """An event in the answer to a bundle: a row's answer so far, its last event, or an error of all rows."""
 
     meta_info: Meta = msgspec.field(default_factory=Meta)
@@ -193,7 +192,9 @@ class TokensReply(msgspec.Struct):
 
 
 _read_choices = msgspec.json.Decoder(ChoicesReply)
-_read_generate = msgspec.json.Decoder(Sample | Annotated[list[Sample], msgspec.Meta(min_length=1)])
+_read_generate = msgspec.json.Decoder(
+    GenerateOutput | Annotated[list[GenerateOutput], msgspec.Meta(min_length=1)]
+)
 _read_ids = msgspec.json.Decoder(list[TokenCount] | None)
 _read_tokens = msgspec.json.Decoder(TokensReply)
 _read_response = msgspec.json.Decoder(ResponseReply)
@@ -220,21 +221,21 @@ _DATA = b"data:"
 """Beginning of the line with the data of a server-sent event."""
 JSON_BEGINS = b"{", b"["
 """Possible first bytes of a reply in JSON. Any other content, such as HTML, does not come from SGLang."""
-BEGIN = "<think>"
+THINK_BEGIN = "<think>"
 """Tag before a model's reasoning. Some chat templates put this tag into the prompt, so the answer lacks
 it."""
-END = "</think>"
+THINK_END = "</think>"
 """Tag after a model's reasoning."""
-TAGS = "think>"
-"""End of both reasoning tags, <think> and </think>. A text that lacks it has no reasoning."""
+END_OF_THINK_TAGS = "think>"
+"""Last characters of both reasoning tags. A text that lacks them has no reasoning."""
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 """Column of an answer without reasoning."""
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
 """Matches the end tag of reasoning whose begin tag is in the prompt. Only a tag on a line of its own counts,
 because an answer may mention the tag."""
-ENDED = "stop"
+ENDED_BY_MODEL = "stop"
 """Finish reason of an answer that the model ended, by its end token or a stop text."""
-_ENDS_OF_RESPONSES = {"completed": ENDED, "incomplete": CUT}
+_FINISH_REASONS_OF_RESPONSES = {"completed": ENDED_BY_MODEL, "incomplete": CUT}
 """Finish reasons for the values of `status` in a reply of `/v1/responses`."""
 
 
@@ -252,7 +253,7 @@ class WholeAnswer(msgspec.Struct):
         return self.status == _OK and self.content.lstrip().startswith(JSON_BEGINS)
 
 
-async def whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
+async def read_whole(answer: PostedAnswer, large_answers: asyncio.Semaphore) -> WholeAnswer:
     """Read the body of an answer; raises AttemptFailedError if it exceeds MOST_ANSWER_BYTES.
 
     `large_answers` has the LARGE_AT_ONCE permits to read an answer of more than LARGE_BYTES.
@@ -289,23 +290,29 @@ def stopped_at_repetition(event: Event, request: Request) -> Event | None:
     """Return a last event for an answer that repeats itself, with the text before the first repeat.
 
     Return None for an answer that does not repeat itself, or whose repetition is also in the prompt. By
-    default (`prose`), return None as well for data or code, for a prompt that contains one period of it, and
-    for a prompt that repeats itself, for example a text to translate. If the job asks for token ids or
-    probabilities, the text stays whole, because they belong to the whole text.
+    default (`stops_repetition` is `prose`), return None in three more cases: the answer repeats data or code,
+    the prompt contains one period of the repetition, or the prompt repeats itself, as a text to translate
+    may. If the job asks for token ids or probabilities, the text stays whole, because they belong to the
+    whole text.
     """
     from batchrunner.engines import repetition as repetitions  # noqa: PLC0415 - few need it
 
     repetition = repetitions.find_repetition(event.text)
     if repetition is None:
         return None
-    only_prose = request.stops_repetition == "prose"
-    if only_prose and not repetitions.is_prose(event.text[repetition.start : repetition.first_end]):
-        return None
+    # The prompt is compared with the answer, as texts or as token ids.
     output: str | list[int] = event.text
     if request.kind == "input_ids":
         output = (_read_ids.decode(event.output_ids) if event.output_ids else None) or []
-    is_in_prompt = repetitions.is_mentioned if only_prose else repetitions.repeats_in_prompt
-    if is_in_prompt(request.prompt, output) or (only_prose and repetitions.repeats_itself(request.prompt)):
+    if request.stops_repetition == "prose":
+        may_repeat = (
+            not repetitions.is_prose(event.text[repetition.start : repetition.first_end])
+            or repetitions.is_mentioned(request.prompt, output)
+            or repetitions.repeats_itself(request.prompt)
+        )
+    else:
+        may_repeat = repetitions.repeats_in_prompt(request.prompt, output)
+    if may_repeat:
         return None
     keeps_whole_text = request.asks is not None and request.asks.of_tokens
     text = event.text if keeps_whole_text else event.text[: repetition.first_end]
@@ -334,34 +341,34 @@ class EventLines:
         return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
 
 
-class Answer(msgspec.Struct):
+class Output(msgspec.Struct):
     """One output, with the same fields for all endpoints."""
 
     text: str
-    reason: str | None
-    """Finish reason."""
+    finish_reason: str | None
     meta: Meta
-    matched: Any = None
+    matched_stop: Any = None
     """Stop text or stop token that ended the output."""
     ids: list[int] | None = None
     """Token ids of the output; None if they were not requested."""
     reasoning: str | None = None
     """Reasoning that the server has separated from the text."""
-    calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
-def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
+def completion_of(request: Request, reply: bytes | GenerateOutput | list[bytes]) -> Completion:
     """Convert a successful reply, or an event of a bundle's answer, to a Completion.
 
-    For embeddings and scores, `reply` may be a list. Raises RequestError if the reply is an abort or cannot
-    be read, if the number of outputs is not the requested one, or if all outputs are empty although the model
-    did not end them.
+    For an embedding or a score, `reply` is a list with the reply to each body of the request. Raises
+    RequestError if the reply is an abort or cannot be read, if the number of outputs is not the requested
+    one, or if all outputs are empty although the model did not end them.
     """
     try:
-        if isinstance(reply, Sample):
+        if isinstance(reply, GenerateOutput):
             return _from_generate(request, (reply,))
         if isinstance(reply, list):
-            (result,) = answers_of([request], reply)
+            assert request.task is not None
+            (result,) = request.task.answers([request], reply)
             if isinstance(result, RequestError):
                 raise result  # noqa: TRY301 - the handler below raises it again, unchanged
             return result
@@ -369,33 +376,38 @@ def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Comp
             return _from_body(request.prompt, reply)
         if request.kind == "messages":
             return _from_chat(request, decode_reply(_read_choices, reply))
-        samples = decode_reply(_read_generate, reply)
-        return _from_generate(request, samples if isinstance(samples, list) else (samples,))
+        generated = decode_reply(_read_generate, reply)
+        return _from_generate(request, generated if isinstance(generated, list) else (generated,))
     except RequestError:
         raise
     except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
         raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
 
 
-def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
+def _from_generate(request: Request, generated: Sequence[GenerateOutput]) -> Completion:
+    """Convert the outputs of `/generate` for one prompt to a Completion; raises like `completion_of`."""
     needs_ids = request.asks is not None and request.asks.of_tokens
-    answers = []
-    for sample in samples:
-        meta = sample.meta_info
-        reason, matched = _reason_and_match(meta)
-        ids = _read_ids.decode(sample.output_ids) if needs_ids and sample.output_ids else None
-        answers.append(Answer(text=sample.text, reason=reason, meta=meta, matched=matched, ids=ids))
-    first_meta = samples[0].meta_info
-    return _completion(request, answers, first_meta.prompt_tokens, first_meta.cached_tokens)
+    outputs = []
+    for output in generated:
+        meta = output.meta_info
+        finish_reason, matched_stop = _reason_and_match(meta)
+        ids = _read_ids.decode(output.output_ids) if needs_ids and output.output_ids else None
+        outputs.append(
+            Output(
+                text=output.text, finish_reason=finish_reason, meta=meta, matched_stop=matched_stop, ids=ids
+            )
+        )
+    return _completion(request, outputs)
 
 
 def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
+    """Convert the reply to a chat to a Completion; raises like `completion_of`."""
     choices = reply.choices
     ids: Sequence[list[int] | None] = (reply.sglext and reply.sglext.output_ids) or ()
     if len(ids) != len(choices):
         # The server has sent no token ids, or not for every choice.
         ids = [None] * len(choices)
-    answers = []
+    outputs = []
     for number, choice in enumerate(choices):
         # SGLang may name an abort in the meta information or in the choice itself.
         raise_abort(choice.meta_info.finish_reason)
@@ -405,31 +417,31 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
         # text.
         if message is None or (len(choices) > 1 and not _has_content(message)):
             raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
-        answers.append(
-            Answer(
+        outputs.append(
+            Output(
                 text=message.content or "",
-                reason=choice.finish_reason,
+                finish_reason=choice.finish_reason,
                 meta=choice.meta_info,
-                matched=choice.matched_stop,
+                matched_stop=choice.matched_stop,
                 ids=ids[number],
                 reasoning=message.reasoning_content or None,
-                calls=message.tool_calls,
+                tool_calls=message.tool_calls,
             )
         )
-    first_meta = choices[0].meta_info
-    if first_meta.prompt_tokens is None and reply.usage is not None:
-        _add_counts(answers, reply.usage)
-    return _completion(request, answers, first_meta.prompt_tokens, first_meta.cached_tokens)
+    if outputs[0].meta.prompt_tokens is None and reply.usage is not None:
+        # The gRPC workers of a gateway send the token counts only in `usage`.
+        _add_counts(outputs, reply.usage)
+    return _completion(request, outputs)
 
 
-def _add_counts(answers: Sequence[Answer], usage: Usage) -> None:
-    """Copy a chat's token counts from its `usage`: the gRPC workers of a gateway send no other counts."""
-    meta = answers[0].meta
+def _add_counts(outputs: Sequence[Output], usage: Usage) -> None:
+    """Copy the token counts in the `usage` of a chat's reply to the outputs."""
+    meta = outputs[0].meta
     meta.prompt_tokens = usage.prompt_tokens
     if usage.prompt_tokens_details is not None:
         meta.cached_tokens = usage.prompt_tokens_details.cached_tokens
     # With several outputs, this count is the sum over all of them.
-    if len(answers) == 1:
+    if len(outputs) == 1:
         meta.completion_tokens = usage.completion_tokens
 
 
@@ -445,102 +457,123 @@ def _reason_and_match(meta: Meta) -> tuple[str | None, Any]:
     return (reason.type, reason.matched) if isinstance(reason, FinishReason) else (reason, None)
 
 
-def _completion(
-    request: Request, answers: Sequence[Answer], prompt_tokens: int | None, cached_tokens: int | None
-) -> Completion:
+def _completion(request: Request, outputs: Sequence[Output]) -> Completion:
     """Return the outputs for a request as one Completion.
 
     Raises AttemptFailedError if their number is wrong, or if all of them are empty. An empty text still
     counts as an answer if the model ended it, or if it comes with reasoning or tool calls.
     """
     output_count = request.sampling.get("n") or 1
-    if len(answers) != output_count:
-        raise AttemptFailedError(f"the reply has {len(answers)} samples, not {output_count} (sampling.n)")
-    texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
+    if len(outputs) != output_count:
+        raise AttemptFailedError(f"the reply has {len(outputs)} samples, not {output_count} (sampling.n)")
+    texts = []
+    finish_reasons = []
+    completion_tokens = []
+    retractions = 0
+    is_empty = True
     # All lists are filled in one loop, because a comprehension for each of them would take twice as long.
-    for answer in answers:
-        meta = answer.meta
-        texts.append(answer.text)
-        reasons.append(answer.reason)
-        counts.append(meta.completion_tokens)
+    for output in outputs:
+        meta = output.meta
+        texts.append(output.text)
+        finish_reasons.append(output.finish_reason)
+        completion_tokens.append(meta.completion_tokens)
         retractions += meta.num_retractions or 0
-        if answer.text or answer.reason == ENDED or answer.reasoning or answer.calls:
+        if output.text or output.finish_reason == ENDED_BY_MODEL or output.reasoning or output.tool_calls:
             is_empty = False
     if is_empty:
         raise AttemptFailedError("empty answer")
+    # All outputs have the same prompt, so the first one has the counts of the prompt.
+    first_meta = outputs[0].meta
     completion = Completion(
         texts=texts,
-        finish_reasons=reasons,
-        completion_tokens=counts,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
+        finish_reasons=finish_reasons,
+        completion_tokens=completion_tokens,
+        prompt_tokens=first_meta.prompt_tokens,
+        cached_tokens=first_meta.cached_tokens,
         retractions=retractions,
-        weights=answers[0].meta.weight_version,
+        weights=first_meta.weight_version,
     )
     budget = request.sampling.get(THINKING)
     if budget is not None:
-        # A budget of 0 switches thinking off, so nothing is truncated. SGLang counts the end tag of the
-        # thinking too, but not towards the budget (`update_reasoning_tokens` in schedule_batch.py).
-        thinking_tokens = max(answer.meta.reasoning_tokens or 0 for answer in answers)
-        completion = completion._replace(thinking_cut=thinking_tokens > budget > 0)
+        thinking_tokens = max(output.meta.reasoning_tokens or 0 for output in outputs)
+        completion = completion._replace(thinking_cut=_exceeds_budget(thinking_tokens, budget))
     asks = request.asks
     if asks is None:
         return completion
     # Most chats ask only for the column `reasoning`, and have no reasoning. They skip the steps below.
-    if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
-        return completion._replace(columns=NO_REASONING)
+    if asks.only_reasoning and len(outputs) == 1:
+        has_reasoning = outputs[0].reasoning or END_OF_THINK_TAGS in texts[0]
+        if not has_reasoning:
+            return completion._replace(columns=NO_REASONING)
     if "reasoning" in asks.names:
-        answers = [_split_reasoning(answer) for answer in answers]
-    return completion._replace(texts=[answer.text for answer in answers], columns=_columns(asks, answers))
+        outputs = [_split_reasoning(output) for output in outputs]
+    return completion._replace(texts=[output.text for output in outputs], columns=_columns(asks, outputs))
 
 
-def _split_reasoning(answer: Answer) -> Answer:
+def _exceeds_budget(thinking_tokens: int, budget: int) -> bool:
+    """Tell whether thinking was truncated at its budget.
+
+    A budget of 0 switches thinking off, so nothing is truncated. SGLang counts the end tag of the thinking
+    too, but not towards the budget (`update_reasoning_tokens` in schedule_batch.py).
+    """
+    return thinking_tokens > budget > 0
+
+
+def _split_reasoning(output: Output) -> Output:
     """Split a text into reasoning and answer; without an end tag, reasoning extends to the end of the text.
 
     Reasoning and answer are stripped, as in SGLang's reasoning parsers. A text without reasoning stays
     unchanged.
     """
-    text = answer.text
-    if text.lstrip().startswith(BEGIN):
-        reasoning, _, text_after = text.lstrip().removeprefix(BEGIN).partition(END)
-    elif END in text and BEGIN not in text and (end_tag := _END_ON_A_LINE.search(text)):
+    text = output.text
+    if text.lstrip().startswith(THINK_BEGIN):
+        reasoning, _, text_after = text.lstrip().removeprefix(THINK_BEGIN).partition(THINK_END)
+    elif THINK_END in text and THINK_BEGIN not in text and (end_tag := _END_ON_A_LINE.search(text)):
         # The chat template has put the begin tag into the prompt.
         reasoning, text_after = text[: end_tag.start()], text[end_tag.end() :]
     else:
-        return answer
+        return output
     # Reasoning that the server has separated takes precedence over reasoning in the text.
-    reasoning_or_none = answer.reasoning or reasoning.strip() or None
-    return msgspec.structs.replace(answer, text=text_after.strip(), reasoning=reasoning_or_none)
+    reasoning_or_none = output.reasoning or reasoning.strip() or None
+    return msgspec.structs.replace(output, text=text_after.strip(), reasoning=reasoning_or_none)
 
 
-def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[Any]]:
+def _columns(asks: AskedColumns, outputs: Sequence[Output]) -> dict[str, list[Any]]:
     """Return the values of the requested columns, one for each output.
 
     Raises AttemptFailedError if the reply lacks requested token ids or probabilities.
     """
-    metas = [answer.meta for answer in answers]
+    metas = [output.meta for output in outputs]
     # These are functions, so that only the requested columns are computed.
     values: dict[str, Callable[[], list[Any]]] = {
-        "reasoning": lambda: [answer.reasoning for answer in answers],
-        "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
-        "matched_stop": lambda: [_text(answer.matched) for answer in answers],
-        "output_ids": lambda: [_required(answer.ids, "output_ids") for answer in answers],
-        "logprobs": lambda: [_tokens(_required(meta.output_token_logprobs, "logprobs")) for meta in metas],
+        "reasoning": lambda: [output.reasoning for output in outputs],
+        "tool_calls": lambda: [_openai_calls(output.tool_calls) for output in outputs],
+        "matched_stop": lambda: [_as_text(output.matched_stop) for output in outputs],
+        "output_ids": lambda: [_required(output.ids, "output_ids") for output in outputs],
+        "logprobs": lambda: [
+            _logprob_entries(_required(meta.output_token_logprobs, "logprobs")) for meta in metas
+        ],
         "top_logprobs": lambda: [
-            [_tokens(tokens or []) for tokens in _required(meta.output_top_logprobs, "top_logprobs")]
+            # A position without top tokens is null.
+            [_logprob_entries(tokens or []) for tokens in _required(meta.output_top_logprobs, "top_logprobs")]
             for meta in metas
         ],
         # All outputs have the same prompt, so one value is enough.
-        "prompt_logprobs": lambda: [_tokens(_required(metas[0].input_token_logprobs, "prompt_logprobs"))],
+        "prompt_logprobs": lambda: [
+            _logprob_entries(_required(metas[0].input_token_logprobs, "prompt_logprobs"))
+        ],
     }
     return {name: values[name]() for name in values if name in asks.names}
 
 
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
+def _as_text(value: Any) -> str | None:
+    """Return a text or None unchanged, and any other value as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    return msgspec.json.encode(value).decode()
 
 
-def _calls(calls: Sequence[ToolCall] | None) -> list[dict[str, Any]] | None:
+def _openai_calls(calls: Sequence[ToolCall] | None) -> list[dict[str, Any]] | None:
     """Return tool calls in OpenAI's format, with their arguments as JSON text; None if there are none."""
     if not calls:
         return None
@@ -548,13 +581,13 @@ def _calls(calls: Sequence[ToolCall] | None) -> list[dict[str, Any]] | None:
         {
             "id": call.id,
             "type": call.type,
-            "function": {"name": call.function.name, "arguments": _text(call.function.arguments)},
+            "function": {"name": call.function.name, "arguments": _as_text(call.function.arguments)},
         }
         for call in calls
     ]
 
 
-def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+def _logprob_entries(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Return tokens with their probabilities in the format of the results."""
     return [{"id": token_id, "token": text, "logprob": logprob} for logprob, token_id, text in tokens]
 
@@ -582,47 +615,50 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
     """
     # The reply becomes a line of the results, so it must be valid JSON.
     reply = strict_json(reply)
-    if body.path == EMBEDDINGS_PATH:
-        prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
-        columns = {RESPONSE: [_as_line(reply, body.model)]}
+    if body.path == EMBEDDINGS_PATH or body.path in _FORWARD_REPLIES:
         return Completion(
             texts=[""],
-            finish_reasons=[ENDED],
+            finish_reasons=[ENDED_BY_MODEL],
             completion_tokens=[0],
-            prompt_tokens=prompt_tokens,
-            cached_tokens=None,
-            columns=columns,
-        )
-    if body.path in _FORWARD_REPLIES:
-        parsed = decode_reply(_FORWARD_REPLIES[body.path], reply)
-        usage_of_reply = getattr(parsed, "usage", None)
-        return Completion(
-            texts=[""],
-            finish_reasons=[ENDED],
-            completion_tokens=[0],
-            prompt_tokens=usage_of_reply and usage_of_reply.prompt_tokens,
+            prompt_tokens=_check_forward_reply(body, reply),
             cached_tokens=None,
             columns={RESPONSE: [_as_line(reply, body.model)]},
         )
     if body.path == RESPONSES_PATH:
         return _from_response(body, reply)
-    answer = decode_reply(_read_choices, reply)
-    _check_choices(body, answer.choices)
+    parsed = decode_reply(_read_choices, reply)
+    _check_choices(body, parsed.choices)
     # The completion gets only the first choice, because the column `response` has the whole reply.
-    choice, usage = answer.choices[0], answer.usage or Usage()
+    choice = parsed.choices[0]
     text = choice.message.content if choice.message else choice.text
+    usage = parsed.usage or Usage()
     details = usage.prompt_tokens_details
+    # Without a budget, no thinking counts as truncated.
+    thinking_cut = _exceeds_budget(usage.reasoning_tokens or 0, body.most_thinking or 0)
     return Completion(
         texts=[text or ""],
         finish_reasons=[choice.finish_reason],
         completion_tokens=[usage.completion_tokens],
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
-        weights=answer.metadata.weight_version if answer.metadata else None,
-        # Without a budget, no thinking counts as truncated. SGLang counts the end tag of the thinking too.
-        thinking_cut=(usage.reasoning_tokens or 0) > (body.most_thinking or MOST_TOKENS),
+        weights=parsed.metadata.weight_version if parsed.metadata else None,
+        thinking_cut=thinking_cut,
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )
+
+
+def _check_forward_reply(body: RequestBody, reply: bytes) -> int | None:
+    """Check a reply without output tokens; return its number of prompt tokens, or None if it has none.
+
+    Raises RequestError if the reply is not an answer, or if a vector is invalid.
+    """
+    if body.path == EMBEDDINGS_PATH:
+        # If no prompt can be read, their number is unknown.
+        return check_embeddings(reply, len(prompts_in(body)) or None)
+    parsed = decode_reply(_FORWARD_REPLIES[body.path], reply)
+    # The reply of `/v1/rerank` is a list.
+    usage = getattr(parsed, "usage", None)
+    return None if usage is None else usage.prompt_tokens
 
 
 def _from_response(body: RequestBody, reply: bytes) -> Completion:
@@ -631,13 +667,13 @@ def _from_response(body: RequestBody, reply: bytes) -> Completion:
     The completion has no text of its own, because the column `response` has the whole reply.
     """
     response = decode_reply(_read_response, reply)
-    if response.status not in _ENDS_OF_RESPONSES:
+    if response.status not in _FINISH_REASONS_OF_RESPONSES:
         raise AttemptFailedError(f"the response is {response.status}: {bytes(response.error).decode():.200}")
     usage = response.usage or ResponseUsage()
     details = usage.input_tokens_details
     return Completion(
         texts=[""],
-        finish_reasons=[_ENDS_OF_RESPONSES[response.status]],
+        finish_reasons=[_FINISH_REASONS_OF_RESPONSES[response.status]],
         completion_tokens=[usage.output_tokens],
         prompt_tokens=usage.input_tokens,
         cached_tokens=details.cached_tokens if details else None,
@@ -650,14 +686,13 @@ def _check_choices(body: RequestBody, choices: list[Choice]) -> None:
     for choice in choices:
         raise_abort(choice.finish_reason)
     is_chat = body.path == CHAT_PATH
-    contents = [choice.message if is_chat else choice.text for choice in choices]
-    if None in contents:
+    if any((choice.message if is_chat else choice.text) is None for choice in choices):
         raise AttemptFailedError(f"not an answer of {body.path}: a choice has no text")
     # The number of choices of a text completion also depends on its number of prompts, so it is not checked.
-    n_field = fields_of(body.content).get("n") if is_chat else None
-    requested = msgspec.json.decode(n_field) if n_field else None
-    if requested and requested != len(choices):
-        raise AttemptFailedError(f"the reply has {len(choices)} choices, not {requested} (n)")
+    field_n = fields_of(body.content).get("n") if is_chat else None
+    n = msgspec.json.decode(field_n) if field_n else None
+    if n and n != len(choices):
+        raise AttemptFailedError(f"the reply has {len(choices)} choices, not {n} (n)")
 
 
 def _as_line(reply: bytes, model: str | None) -> str:
@@ -675,10 +710,3 @@ def _as_line(reply: bytes, model: str | None) -> str:
         # A negative indent removes blanks and line ends between the values.
         content = msgspec.json.format(content, indent=-1)
     return content.decode()
-
-
-def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
-    """Return the answer or error of each embedding or score request; raises if the replies are invalid."""
-    task = requests[0].task
-    assert task is not None
-    return task.answers(requests, replies)

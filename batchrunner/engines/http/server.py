@@ -89,12 +89,14 @@ class Endpoint:
     """The client's state of one server."""
 
     url: str
-    hangs: HangDetector
+    hang_detector: HangDetector
     address: str = ""
     """URL to which the server's requests are sent: `url`, or the URL of a gateway."""
     liveness: Liveness = field(default_factory=Liveness)
     arguments: Mapping[str, Any] | None = None
-    """The server's arguments at the start of the run; None if the server did not answer then."""
+    """The server's `/server_info` at the start of the run; None if the server did not answer then."""
+    served_model_name: str | None = None
+    """Name under which the server serves the model, as of the start of the run; None if unknown."""
     watch: ModelWatch | None = None
     """Checks which model the server serves; None before the run's model is known."""
     doubts: int = 0
@@ -108,12 +110,13 @@ class Endpoint:
     proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
     """Time limit of a proxy between this machine and the server, once it has been learned."""
     is_listed: bool = True
-    """Whether the gateway lists the server; always true without a gateway."""
+    """Whether the gateway lists the server, and uses it if rows go through the gateway. Always true without a
+    gateway."""
     hang_pause: HangPause | None = None
     """Pause in which the server gets no rows; None if the server does not hang."""
-    closed: str | None = None
+    why_closed: str | None = None
     """Reason why the server gets no requests now: it hangs, or its gateway does not list it. None if it gets
-    requests."""
+    requests. It follows from `is_listed` and `hang_pause`, but is stored because every request reads it."""
 
     def __post_init__(self) -> None:
         self.address = self.address or self.url
@@ -128,35 +131,42 @@ class Endpoint:
         if self.watch is not None:
             self.doubts += 1
 
-    def hang_among(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
-        """Return the server's hang, or None if it has none; `loads` are the latest loads of all servers."""
+    def check_for_hang(self, loads: Sequence[SchedulerLoad]) -> Hang | None:
+        """Record a poll of the loads of all servers; return this server's hang, or None if there is none."""
         own_loads = [load for load in loads if load.server == self.url]
-        return self.hangs.poll(time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers)
+        return self.hang_detector.poll(
+            time.monotonic(), own_loads, in_flight=self.in_flight, answers=self.answers
+        )
 
     def pause(self, hang_pause: HangPause) -> None:
         """Send the server no more requests, and cancel those in flight so that their rows are sent again."""
         self.hang_pause = hang_pause
-        self._update_closed()
-        self.end_requests(math.inf)
+        self._update_why_closed()
+        self.end_requests(sent_before=math.inf)
 
     def resume(self) -> None:
         """Send rows again to a server that was paused because it hung."""
         self.hang_pause = None
-        self._update_closed()
+        self._update_why_closed()
 
     def set_listed(self, *, is_listed: bool) -> None:
         """Record whether the gateway lists the server. Requests in flight are not cancelled."""
         self.is_listed = is_listed
-        self._update_closed()
+        self._update_why_closed()
 
-    def _update_closed(self) -> None:
+    def _update_why_closed(self) -> None:
         if not self.is_listed:
-            self.closed = f"the gateway sends no rows to {self.url} now"
+            self.why_closed = f"the gateway sends no rows to {self.url} now"
+        elif self.hang_pause is not None:
+            self.why_closed = self.hang_pause.why
         else:
-            self.closed = None if self.hang_pause is None else self.hang_pause.why
+            self.why_closed = None
 
-    def end_requests(self, sent_before: float) -> None:
-        """Cancel and remove the requests that were sent before a time (monotonic clock)."""
+    def end_requests(self, *, sent_before: float) -> None:
+        """Cancel and remove the requests that were sent before a time (monotonic clock).
+
+        The task of each request raises the request's error (`HttpEngine._ended_error`).
+        """
         tasks = [task for task, request in self.requests.items() if request.sent_at < sent_before]
         for task in tasks:
             # A missing entry tells the task that the cancellation did not come from its caller.

@@ -1,12 +1,14 @@
 """Reads what servers report about themselves: their load, model and arguments.
 
-The load comes from `/v1/loads`. The model and the arguments come from `/model_info` and `/server_info`.
+The load comes from `/v1/loads`. The model and the arguments come from `/model_info` and `/server_info`; a
+parameter `model_info` or `server_info` is the reply of that path.
 """
 
 import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import aiohttp
@@ -33,18 +35,20 @@ LOADS = "/v1/loads?include=core,queues"
 """Path at which a server reports the load of its schedulers."""
 METRICS = "/metrics"
 """Path at which a server reports its counters, in Prometheus's format."""
-WORKERS = "/workers"
+GATEWAY_WORKERS = "/workers"
 """Path at which a Model Gateway lists its workers."""
+GATEWAY_LOADS = "/loads"
+"""Path at which a Model Gateway returns the load reports of its workers."""
 NO_SUCH_PATH = frozenset({404, 405})
 """HTTP statuses of a path that a server does not have."""
 KEY_REFUSED = frozenset({401, 403})
 """HTTP statuses with which a server refuses the API key."""
-PREFIX = "sglang:"
+METRIC_PREFIX = "sglang:"
 """Prefix of the names of SGLang's metrics."""
-MOST_BYTES = 8 << 20
+LONGEST_REPLY_BYTES = 8 << 20
 """Maximum bytes of a reply that are read. The `/metrics` of a large server has a tenth of that."""
-MOST = 1 << 53
-"""Maximum of a gauge or counter. A double represents every integer up to this value exactly."""
+LARGEST_NUMBER = 1 << 53
+"""Maximum of a number in a reply. A double represents every integer up to this value exactly."""
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
 """Errors of every request in this module if the server does not answer in time."""
 NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
@@ -72,7 +76,10 @@ class ServerStatus:
         self._options = proxy.options if proxy else {}
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Return the status and the body of a reply; a body of more than MOST_BYTES is returned empty."""
+        """Return the status and the body of a reply.
+
+        A body of more than LONGEST_REPLY_BYTES is returned empty.
+        """
         return await self._ask("GET", path, timeout_s)
 
     async def post(self, path: str, fields: Mapping[str, Any], timeout_s: float) -> tuple[int, bytes]:
@@ -80,7 +87,7 @@ class ServerStatus:
         return await self._ask("POST", path, timeout_s, json=fields)
 
     async def _ask(self, method: str, path: str, timeout_s: float, **content: Any) -> tuple[int, bytes]:
-        """Send a request; return the status and the body, which is empty if it exceeds MOST_BYTES."""
+        """Send a request; return the status and the body, as `get` does."""
         options = {"timeout": aiohttp.ClientTimeout(total=timeout_s), **self._options, **content}
         try:
             async with self._session.request(method, self.url + path, **options) as response:
@@ -88,7 +95,7 @@ class ServerStatus:
                 body = bytearray()
                 async for part in response.content.iter_any():
                     body += part
-                    if len(body) > MOST_BYTES:
+                    if len(body) > LONGEST_REPLY_BYTES:
                         return response.status, b""
                 return response.status, bytes(body)
         except NOT_REACHED:
@@ -101,7 +108,7 @@ class ServerStatus:
         """Return the status and the JSON object of a reply; the object is empty if the reply has none."""
         status, body = await self.get(path, timeout_s)
         with contextlib.suppress(orjson.JSONDecodeError):
-            reply = orjson.loads(body) if status == 200 else None  # noqa: PLR2004
+            reply = orjson.loads(body) if status == HTTPStatus.OK else None
             if isinstance(reply, dict):
                 return status, reply
         return status, {}
@@ -109,15 +116,15 @@ class ServerStatus:
     async def load(self, timeout_s: float, running_by_states: int | None = None) -> list[SchedulerLoad]:
         """Return the load of each scheduler; empty if the server does not have the path LOADS.
 
-        Any other status than 200 raises ClientPayloadError, because the server may answer later.
-        `running_by_states` is the same as in `load_in`.
+        `running_by_states` is the same as in `loads_in`. Any other status raises ClientPayloadError, because
+        the server may answer later.
         """
         status, body = await self.get(LOADS, timeout_s)
         if status in NO_SUCH_PATH:
             return []
-        if status != 200:  # noqa: PLR2004
+        if status != HTTPStatus.OK:
             raise aiohttp.ClientPayloadError(f"{LOADS}: status {status}")
-        return load_in(body, self.url, running_by_states)
+        return loads_in(body, self.url, running_by_states)
 
     async def is_alive(self) -> bool:
         """Tell whether the server answers within 2 s, with any status."""
@@ -142,9 +149,9 @@ def _check_redirects(response: aiohttp.ClientResponse) -> None:
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 """Number of requests at one scheduler. A reply with a larger number is invalid, because no server could have
 so many."""
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_NUMBER)]
 """A number of tokens in the reply of a server."""
-Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=LARGEST_NUMBER)]
 """Any other number in a reply of a server."""
 
 
@@ -152,6 +159,7 @@ class _Queues(msgspec.Struct):
     """The object `queues` in the entry of a scheduler in a reply of `/v1/loads`."""
 
     retracted: Requests | None = None
+    """Number of requests that were retracted between the scheduler's last two reports."""
 
 
 class _Scheduler(msgspec.Struct):
@@ -178,11 +186,11 @@ class _Loads(msgspec.Struct):
 _read_loads = msgspec.json.Decoder(_Loads)
 
 
-def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list[SchedulerLoad]:
+def loads_in(body: bytes, url: str, running_by_states: int | None = None) -> list[SchedulerLoad]:
     """Return the loads of the DP ranks of the server at `url`, as read from a reply's `body`.
 
     `running_by_states` is the number of requests whose states fit into the state pool of a hybrid model; None
-    for a model without states. A reply does not say how full this pool is. If it is what limits the number of
+    for a model without states. A reply does not say how full this pool is. If the pool limits the number of
     running requests, its usage is the number of running requests divided by this limit. Otherwise, its usage
     is set to 0. Raises ValueError if the body is not a load.
     """
@@ -192,11 +200,10 @@ def load_in(body: bytes, url: str, running_by_states: int | None = None) -> list
         raise ValueError(f"not a load: {type(failure).__name__}: {failure}") from failure
     scheduler_loads = []
     for load in loads:
+        state_usage = 0.0
         # SGLang lowers the limit of running requests to the number whose states fit. So if the two numbers
         # are equal, the state pool is the limit.
-        is_limited_by_states = running_by_states == load.max_running_requests
-        state_usage = 0.0
-        if running_by_states and is_limited_by_states:
+        if running_by_states and running_by_states == load.max_running_requests:
             state_usage = load.num_running_reqs / running_by_states
         scheduler_loads.append(
             SchedulerLoad(
@@ -231,7 +238,7 @@ def counters_in(text: str) -> dict[str, float]:
     # The samples of all ranks are collected first, because the lowest rank is known only at the end.
     samples = []
     for family in text_string_to_metric_families(text):
-        if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX):
+        if family.type in {"counter", "gauge"} and family.name.startswith(METRIC_PREFIX):
             for sample in family.samples:
                 labels = sample.labels
                 rank = int(labels.get("pp_rank") or 0), int(labels.get("tp_rank") or 0)
@@ -241,8 +248,8 @@ def counters_in(text: str) -> dict[str, float]:
         lowest_ranks[dp_rank] = min(rank, lowest_ranks.get(dp_rank, rank))
     sums: defaultdict[str, float] = defaultdict(float)
     for dp_rank, rank, sample in samples:
-        if rank == lowest_ranks[dp_rank] and 0 <= sample.value <= MOST:
-            sums[sample.name.removeprefix(PREFIX)] += sample.value
+        if rank == lowest_ranks[dp_rank] and 0 <= sample.value <= LARGEST_NUMBER:
+            sums[sample.name.removeprefix(METRIC_PREFIX)] += sample.value
     return dict(sums)
 
 
@@ -258,27 +265,29 @@ def _work(load: _Scheduler) -> float | None:
     return load.total_prefill_busy_us + decode_us
 
 
-def check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
+def check_task(task: TaskName, model_info: Mapping[str, Any], *, subject: str) -> None:
     """Raise EngineStartError if the `/model_info` of a server shows that its model cannot do a task.
 
-    `who` names the server and its model at the beginning of the message.
+    `subject` begins the message. It names the server and its model.
     """
-    forward_task, generates = TASKS.get(task), model.get("is_generation")
+    # If the reply lacks this field, only the architecture is checked.
+    generates = model_info.get("is_generation")
+    forward_task = TASKS.get(task)
     needs_generation = forward_task is None or forward_task.by_generation
     if needs_generation and generates is False:
-        raise EngineStartError(f"{who}, which does not generate text")
+        raise EngineStartError(f"{subject}, which does not generate text")
     if generates is True and not needs_generation:
         raise EngineStartError(
-            f"{who}, which generates text",
+            f"{subject}, which generates text",
             hint=f"start the server with --is-embedding for task: {task}",
         )
-    check_architecture(task, model.get("architectures"), who)
+    check_architecture(task, model_info.get("architectures"), subject=subject)
 
 
-def check_architecture(task: TaskName, architectures: object, who: str) -> None:
+def check_architecture(task: TaskName, architectures: object, *, subject: str) -> None:
     """Raise EngineStartError if the architectures in a model's config.json have no head for a task.
 
-    `who` is the beginning of the message. Nothing is raised if the architectures are unknown.
+    `subject` begins the message. Nothing is raised if the architectures are unknown.
     """
     forward_task = TASKS.get(task)
     if forward_task is None or not forward_task.architectures:
@@ -288,18 +297,18 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
         return
     names = ", ".join(map(str, architectures))
     if re.search(forward_task.architectures, names) is None:
-        raise EngineStartError(f"{who}, whose architecture {names} has no head for task: {task}")
+        raise EngineStartError(f"{subject}, whose architecture {names} has no head for task: {task}")
 
 
 async def is_gateway(url: str, headers: Mapping[str, str]) -> bool:
     """Tell whether a Model Gateway answers at a URL within a few seconds.
 
-    The path `/loads` is asked too, because a key that may not read the list of workers may read the loads.
+    `headers` has the API key. A key that may not read the list of workers may still read the loads.
     """
     async with aiohttp.ClientSession(headers=headers) as session:
         status = ServerStatus(session, url)
         with contextlib.suppress(*NOT_REACHED):
-            for path in (WORKERS, "/loads"):
+            for path in (GATEWAY_WORKERS, GATEWAY_LOADS):
                 _, reply = await status.mapping(path, TIMING.status_timeout)
                 if isinstance(reply.get("workers"), list) or str(reply.get("version")).startswith("smg"):
                     return True
@@ -320,28 +329,30 @@ class ServerQuestions:
         cannot do the task.
         """
         try:
-            model = await self._model_info(url, TIMING.server_open)
-            server = await self._ask(url, SERVER_INFO, TIMING.server_open)
+            model_info = await self._model_info(url, TIMING.server_open)
+            server_info = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
             # A gateway does not answer `/model_info`. It gets a message of its own.
             await self._refuse_gateway(url)
+            # A hint that the message contains is not added to it, but is reported as a field with `--json`.
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineAwayError(str(failure), hint=hint) from None
-        if not server:
+        if not server_info:
             await self._refuse_gateway(url)
-        check_does(task, model, f"{url}: serves {model['model_path']}")
-        if server.get("skip_tokenizer_init"):
+        check_task(task, model_info, subject=f"{url}: serves {model_info['model_path']}")
+        if server_info.get("skip_tokenizer_init"):
             raise EngineStartError(
                 f"{url}: the server runs with --skip-tokenizer-init, so it returns no text",
                 hint="start the server without this flag",
             )
-        return model, server
+        return model_info, server_info
 
     async def _refuse_gateway(self, url: str) -> None:
         """Raise EngineStartError if a Model Gateway answers at the URL of a server."""
-        reply = dict[str, Any]()
-        with contextlib.suppress(EngineDownError):
-            reply = await self._ask(url, WORKERS, TIMING.server_open)
+        try:
+            reply = await self._ask(url, GATEWAY_WORKERS, TIMING.server_open)
+        except EngineDownError:
+            return
         if isinstance(reply.get("workers"), list):
             raise EngineStartError(
                 f"{url}: this is a Model Gateway, not a server",
@@ -351,7 +362,7 @@ class ServerQuestions:
     async def model(self, url: str, run_model: Model) -> dict[str, str]:
         """Return the description of the model that a server serves now; raises EngineDownError.
 
-        The server's arguments are read only if `run_model` has a field that `/model_info` lacks.
+        `/server_info` is read only if `run_model` has a field that `/model_info` lacks.
         """
         timeout_s = TIMING.server_open
         model_info = await self._model_info(url, timeout_s)
@@ -361,9 +372,13 @@ class ServerQuestions:
 
     async def adapters(self, url: str) -> frozenset[str]:
         """Return the names of the LoRA adapters that a server has loaded; raises EngineDownError."""
-        listed = (await self._ask(url, MODELS, TIMING.server_open)).get("data")
-        cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
-        return frozenset(str(card.get("id")) for card in cards if card.get("parent"))
+        reply = await self._ask(url, MODELS, TIMING.server_open)
+        cards = reply.get("data")
+        if not isinstance(cards, list):
+            return frozenset()
+        # Only the card of an adapter has a parent: the base model.
+        adapters = [card for card in cards if isinstance(card, dict) and card.get("parent")]
+        return frozenset(str(card.get("id")) for card in adapters)
 
     async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
         """Return a server's reply to `/model_info`; raises EngineDownError if it is not SGLang's."""
@@ -392,14 +407,17 @@ class ServerQuestions:
         return reply
 
 
-def _in_all(models: Sequence[Mapping[str, Any]], key: str) -> bool | None:
+def _are_all_set(model_infos: Sequence[Mapping[str, Any]], flag: str) -> bool | None:
     """Return whether all replicas have a flag set in their `/model_info`; None if one lacks the flag."""
-    values = [model.get(key) for model in models]
+    values = [model_info.get(flag) for model_info in model_infos]
     return all(values) if all(isinstance(value, bool) for value in values) else None
 
 
 _CHAT_ARGUMENTS = (
-    *("reasoning_parser", "tool_call_parser", "chat_template", "hf_chat_template_name"),
+    "reasoning_parser",
+    "tool_call_parser",
+    "chat_template",
+    "hf_chat_template_name",
     "default_chat_template_kwargs",
     "preferred_sampling_params",
 )
@@ -409,83 +427,96 @@ answers the token ids of a chat just as the chat endpoint answers its messages (
 OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Model types whose chats SGLang treats specially, by special tokens in the answer or rules for the
 messages."""
-_IN_PIECES = ("incremental_streaming_output", "stream_output")
+_INCREMENTAL_ARGUMENTS = ("incremental_streaming_output", "stream_output")
 """Arguments with which each event has only the text since the last event. The second is the older name. Each
 row is sent to such a server in a request of its own."""
 BUDGET_PARSERS = {
-    *("deepseek-v3", "deepseek-v4", "deepseek-v41", "dots", "glm45", "interns1", "kimi_k2", "kimi_k3"),
-    *("ling3", "mimo", "minimax", "nanbeige", "poolside_v1", "qwen3", "qwen3-thinking"),
+    "deepseek-v3", "deepseek-v4", "deepseek-v41", "dots", "glm45", "interns1", "kimi_k2", "kimi_k3",
+    "ling3", "mimo", "minimax", "nanbeige", "poolside_v1", "qwen3", "qwen3-thinking",
 }  # fmt: skip
 """Reasoning parsers with which SGLang 0.5.23 supports `max_thinking_tokens`. Their detectors have
 `think_excluded_tokens` (parser/reasoning_parser.py, constrained/reasoner_grammar_backend.py)."""
 
 
-def why_no_budget(server: Mapping[str, Any], *, any_parser: bool = False) -> str | None:
+def why_no_budget(server_info: Mapping[str, Any], *, has_default_budget: bool = False) -> str | None:
     """Return why a server would ignore or refuse `max_thinking_tokens`; None if it supports the budget.
 
-    Usually only some reasoning parsers support it. `any_parser` tells that the server has a default budget
-    (SGLANG_MAX_THINK_TOKENS), with which every parser supports it.
+    Usually only some reasoning parsers support it. With a default budget (SGLANG_MAX_THINK_TOKENS), every
+    parser supports it.
     """
-    parser = server.get("reasoning_parser")
+    parser = server_info.get("reasoning_parser")
     if not parser:
         return "the server runs without --reasoning-parser"
-    if not server.get("enable_strict_thinking"):
+    if not server_info.get("enable_strict_thinking"):
         return "the server runs without --enable-strict-thinking"
-    if not any_parser and parser not in BUDGET_PARSERS:
+    if not has_default_budget and parser not in BUDGET_PARSERS:
         return f"the server would ignore the budget with --reasoning-parser {parser}"
     return None
 
 
 def describe(
-    models: Sequence[Mapping[str, Any]], servers: Sequence[Mapping[str, Any]], loads: Sequence[SchedulerLoad]
+    *,
+    model_infos: Sequence[Mapping[str, Any]],
+    server_infos: Sequence[Mapping[str, Any]],
+    loads: Sequence[SchedulerLoad],
 ) -> EngineInfo:
     """Describe replicas of one model from the `/model_info` and `/server_info` of each, and their loads."""
-    first = servers[0]
+    # The loads have the limits in effect. Without loads, the limits in the servers' arguments are used.
+    max_running = _sum_of_limits(load.max_running for load in loads)
+    if max_running is None:
+        max_running = _sum_of_limits(info.get("max_running_requests") for info in server_infos)
+    max_total_tokens = _sum_of_limits(load.max_total_tokens for load in loads)
+    if max_total_tokens is None:
+        max_total_tokens = _sum_of_limits(info.get("max_total_num_tokens") for info in server_infos)
+    # Replicas share all other properties, so the first one stands for all.
+    first = server_infos[0]
     version = first.get("version")
-    takes_images = _in_all(models, "has_image_understanding")
+    takes_images = _are_all_set(model_infos, "has_image_understanding")
     return EngineInfo(
         kind="attach",
-        model=model_identity(str(models[0]["model_path"])),
+        model=model_identity(str(model_infos[0]["model_path"])),
         version=version if isinstance(version, str) else None,
-        # The loads have the limits in effect. Without loads, the limits in the servers' arguments are used.
-        max_running=_sum(load.max_running for load in loads)
-        or _sum(server.get("max_running_requests") for server in servers),
-        max_total_tokens=_sum(load.max_total_tokens for load in loads)
-        or _sum(server.get("max_total_num_tokens") for server in servers),
-        memory_caps_running=any(map(memory_caps_running, servers)),
+        max_running=max_running,
+        max_total_tokens=max_total_tokens,
+        memory_caps_running=any(map(memory_caps_running, server_infos)),
         context_length=limit_of(first.get("context_length")) or limit_of(first.get("max_req_input_len")),
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
-        tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
+        tokenizing=_common_tokenizer([*map(tokenizer_info, model_infos, server_infos)]),
         takes_images=takes_images,
-        takes_audio=_in_all(models, "has_audio_understanding"),
-        # No server reports whether its model takes videos. A model that takes images may, so it is None
-        # (unknown).
-        takes_videos=takes_images and None,
-        no_thinking_budget=next(filter(None, map(why_no_budget, servers)), None),
-        one_by_one=next(filter(None, map(sends_pieces, servers)), None),
+        takes_audio=_are_all_set(model_infos, "has_audio_understanding"),
+        # No server reports whether its model takes videos. A model that takes images may take them, so that
+        # is unknown (None). Any other model takes none.
+        takes_videos=False if takes_images is False else None,
+        no_thinking_budget=next(filter(None, map(why_no_budget, server_infos)), None),
+        one_by_one=next(filter(None, map(why_incremental, server_infos)), None),
     )
 
 
-def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
+def prefill_tokens(server_info: Mapping[str, Any]) -> int | None:
     """Return the maximum number of prompt tokens in a prefill pass, from a server's resolved arguments."""
-    limits = (limit_of(arguments.get(name)) for name in ("chunked_prefill_size", "max_prefill_tokens"))
+    limits = (limit_of(server_info.get(name)) for name in ("chunked_prefill_size", "max_prefill_tokens"))
     return min((limit for limit in limits if limit), default=None)
 
 
 def limit_of(value: Any) -> int | None:
-    """Return a reported value if it is a valid limit (an integer from 1 to MOST), else None."""
-    return value if type(value) is int and 0 < value <= MOST else None
+    """Return a reported value if it is a valid limit (an integer from 1 to LARGEST_NUMBER), else None."""
+    return value if type(value) is int and 0 < value <= LARGEST_NUMBER else None
 
 
-def scheduler_states(server: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of each scheduler in `/server_info`, with its limits in effect and its memory."""
-    states = server.get("internal_states")
-    return [state for state in states if isinstance(state, dict)] if isinstance(states, list) else []
+def first_scheduler_state(server_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a server's first scheduler, with its limits in effect and its memory.
+
+    Empty if `/server_info` has no such state. All schedulers of a server have the same limits.
+    """
+    states = server_info.get("internal_states")
+    if not isinstance(states, list):
+        return {}
+    return next((state for state in states if isinstance(state, dict)), {})
 
 
 def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
-    """Return the limit that a scheduler applies for a server argument; None if unknown.
+    """Return the limit that a scheduler applies for a server argument, from its `state`; None if unknown.
 
     With DP attention, SGLang divides `max_running_requests` among the DP ranks.
     """
@@ -495,105 +526,111 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     return limit
 
 
-def running_by_states(server: Mapping[str, Any]) -> int | None:
+def running_by_states(server_info: Mapping[str, Any]) -> int | None:
     """Return how many requests fit into the state pool of a server's first scheduler.
 
-    `server` is the server's `/server_info`. Return None for a model without states; only hybrid models have a
-    state pool.
+    Return None for a model without states; only hybrid models have a state pool.
     """
-    state = next(iter(scheduler_states(server)), {})
+    state = first_scheduler_state(server_info)
     slots = limit_of(state.get("max_mamba_cache_size"))
-    return slots // slots_per_request({**server, **state}) if slots else None
+    return slots // slots_per_request({**server_info, **state}) if slots else None
 
 
 LEAST_DEFAULT_RUNNING = 2048
 """Minimum of SGLang's default for `max_running_requests`, unless memory allows fewer requests."""
 
 
-def memory_caps_running(server: Mapping[str, Any]) -> bool:
+def memory_caps_running(server_info: Mapping[str, Any]) -> bool:
     """Tell whether memory lets a server's first scheduler run fewer requests than its arguments ask for.
 
-    `server` is the server's `/server_info`. If the arguments of a hybrid model (one with
-    `max_mamba_cache_size`) set no limit, SGLang's default counts as the limit asked for.
+    If the arguments of a hybrid model (one with `max_mamba_cache_size`) set no limit, SGLang's default counts
+    as the limit asked for.
     """
-    state = next(iter(scheduler_states(server)), {})
-    in_effect = limit_of(state.get("effective_max_running_requests_per_dp"))
-    argument = limit_of(server.get("max_running_requests"))
-    if in_effect is None:
+    state = first_scheduler_state(server_info)
+    limit_in_use = limit_of(state.get("effective_max_running_requests_per_dp"))
+    requested_limit = limit_of(server_info.get("max_running_requests"))
+    if limit_in_use is None:
         return False
-    if argument is None:
-        return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
-    return in_effect < argument // attention_ranks(server)
+    if requested_limit is None:
+        return bool(state.get("max_mamba_cache_size")) and limit_in_use < LEAST_DEFAULT_RUNNING
+    # The argument is for the whole server, whose ranks divide it.
+    return limit_in_use < requested_limit // attention_ranks(server_info)
 
 
-def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
+def tokenizer_info(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> TokenizerInfo:
     """Describe how a server tokenizes prompts, from its `/model_info` and `/server_info`."""
     return TokenizerInfo(
-        tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
-        model=str(model["model_path"]),
-        why_server=_why_server(model, server),
-        why_server_chat=_why_server_chat(model, server),
-        model_sampling=server.get("sampling_defaults") == "model",
-        cuts=bool(server.get("allow_auto_truncate")),
-        longest_prompt=limit_of(server.get("max_req_input_len")),
+        tokenizer=str(server_info.get("tokenizer_path") or model_info["model_path"]),
+        model=str(model_info["model_path"]),
+        why_server=_why_server(model_info, server_info),
+        why_server_chat=_why_server_chat(model_info, server_info),
+        model_sampling=server_info.get("sampling_defaults") == "model",
+        cuts=bool(server_info.get("allow_auto_truncate")),
+        longest_prompt=limit_of(server_info.get("max_req_input_len")),
     )
 
 
-def _sum(limits: Iterable[Any]) -> int | None:
-    """Return the sum of a limit over all schedulers; None if one of them does not report it."""
-    checked = [limit_of(limit) for limit in limits]
-    return sum(limit or 0 for limit in checked) if checked and all(checked) else None
+def _sum_of_limits(values: Iterable[Any]) -> int | None:
+    """Return the sum of a limit over all schedulers; None if one of them, or none at all, reports it."""
+    limits = [limit_of(value) for value in values]
+    return sum(limit or 0 for limit in limits) if limits and all(limits) else None
 
 
-def _common_to(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
+def _common_tokenizer(infos: Sequence[TokenizerInfo]) -> TokenizerInfo:
     """Return how all replicas tokenize prompts. If the replicas differ, only the servers can tokenize."""
     first = infos[0]
     if any(info != first for info in infos):
-        return TokenizerInfo(first.tokenizer, first.model, why_server="the replicas' arguments differ")
+        return TokenizerInfo(
+            tokenizer=first.tokenizer, model=first.model, why_server="the replicas' arguments differ"
+        )
     return first
 
 
-def sends_pieces(server: Mapping[str, Any]) -> str | None:
+def why_incremental(server_info: Mapping[str, Any]) -> str | None:
     """Return "the server runs with --…" if each event of an answer has only the new text.
 
     The phrase names the argument that causes this. Return None if each event has the whole text so far.
     """
-    return _runs_with(server, _IN_PIECES)
+    return _runs_with(server_info, _INCREMENTAL_ARGUMENTS)
 
 
-def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:
+def _runs_with(server_info: Mapping[str, Any], arguments: Iterable[str]) -> str | None:
     """Return the phrase "the server runs with --…" for the first argument that is set; None if none is."""
-    argument = next((name for name in arguments if server.get(name)), None)
-    return argument and f"the server runs with --{argument.replace('_', '-')}"
+    for argument in arguments:
+        if server_info.get(argument):
+            return f"the server runs with --{argument.replace('_', '-')}"
+    return None
 
 
-def _why_server(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+def _why_server(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> str | None:
     """Return why only the server can tokenize prompts; None if the run can tokenize them too."""
-    if "sampling_defaults" not in server:
+    # Every server that reports its arguments reports this one.
+    if "sampling_defaults" not in server_info:
         return "the server does not report its arguments"
     for name, usual in (("tokenizer_mode", "auto"), ("tokenizer_backend", "huggingface")):
-        if server.get(name, usual) != usual:
-            return f"the server runs with {name} {server[name]}"
-    if model.get("has_image_understanding") or model.get("has_audio_understanding"):
+        if server_info.get(name, usual) != usual:
+            return f"the server runs with {name} {server_info[name]}"
+    if model_info.get("has_image_understanding") or model_info.get("has_audio_understanding"):
         return "the model accepts images or audio"
     return None
 
 
-def _why_server_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
+def _why_server_chat(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> str | None:
     """Return why only the server can tokenize the messages of chats; None if the run can do it too."""
-    if reason := _runs_with(server, _CHAT_ARGUMENTS):
+    if reason := _runs_with(server_info, _CHAT_ARGUMENTS):
         return reason
-    if str(model.get("model_type")) in OWN_CHAT_MODELS:
-        return f"SGLang treats the chats of model type {model['model_type']} specially"
+    if str(model_info.get("model_type")) in OWN_CHAT_MODELS:
+        return f"SGLang treats the chats of model type {model_info['model_type']} specially"
     return None
 
 
-def pooling_note(model: Mapping[str, Any]) -> str | None:
+def pooling_note(model_info: Mapping[str, Any]) -> str | None:
     """Return a note for the user if a server pools embeddings otherwise than the model's authors do.
 
-    `model` is the server's `/model_info`. Return None if the two agree, or if one of them is unknown.
+    Return None if the two agree, or if one of them is unknown.
     """
-    embedding, path = model.get("embedding"), str(model.get("model_path"))
+    path = str(model_info.get("model_path"))
+    embedding = model_info.get("embedding")
     pooling = embedding.get("pooling") if isinstance(embedding, dict) else None
     if pooling not in ("cls", "last") or not takes_mean(path):
         return None

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
@@ -64,11 +64,7 @@ class LaunchedFleet(HttpEngine):
     ) -> None:
         # The key is hexadecimal, because a key that begins with - would look like an option.
         self._key = os.environ.get(API_KEY_VARIABLE) or secrets.token_hex(24)
-        super().__init__(
-            api_key=self._key,
-            limits=limits,
-            task=task,
-        )
+        super().__init__(api_key=self._key, limits=limits, task=task)
         self._spec = spec
         self._log_dir = log_dir
         self._replicas: dict[str, SGLangServer] = {}
@@ -81,7 +77,7 @@ class LaunchedFleet(HttpEngine):
         self.memory: FlagMemory | None = None
         """Flags that earlier runs of similar jobs have learned; None if flags are not tuned during the
         run."""
-        self._watching: list[asyncio.Task[None]] = []
+        self._watch_loops: list[asyncio.Task[None]] = []
         """Tasks that restart the servers and the gateway."""
         self.gateway: LaunchedGateway | None = None
         """The gateway in front of the servers; None without `engine.gateway`."""
@@ -98,31 +94,29 @@ class LaunchedFleet(HttpEngine):
         # The limit is raised before the servers start, because they inherit it.
         raise_file_limit()
         if spec.heal or self._shape:
+            # Recovery and flag tuning share the file with the results of earlier runs.
             memory = await asyncio.to_thread(memory_of, spec, model, cpu=cpu)
-            self._healer = Healer(spec.args, memory, self._incidents) if spec.heal else None
-        if self._shape:
-            self.memory = FlagMemory(memory, self._shape, self._incidents)
+            if spec.heal:
+                self._healer = Healer(spec.args, memory, self._incidents)
+            if self._shape:
+                self.memory = FlagMemory(memory, self._shape, self._incidents)
         servers = self._make_servers(model, cpu=cpu)
         self._replicas = {server.url: server for server in servers}
         await _start_all([server.start() for server in servers])
         info = await self.connect([*self._replicas])
-        # With a default budget, every reasoning parser supports the thinking budgets of rows.
         if THINK_LIMIT in spec.env:
+            # With a default budget, every reasoning parser supports the thinking budgets of rows.
             described = [endpoint.arguments for endpoint in self.serving if endpoint.arguments is not None]
-            reasons = [why_no_budget(arguments, any_parser=True) for arguments in described]
+            reasons = [why_no_budget(arguments, has_default_budget=True) for arguments in described]
             self._no_thinking_budget = next(filter(None, reasons), None)
             info = dataclasses.replace(info, no_thinking_budget=self._no_thinking_budget)
-        self._watching = [asyncio.create_task(server.watch()) for server in servers]
-        notes = (*((CPU_NOTE,) if cpu else ()), *info.notes)
+        self._watch_loops = [asyncio.create_task(server.watch()) for server in servers]
+        notes = [*info.notes]
+        if cpu:
+            notes.insert(0, CPU_NOTE)
         if spec.gateway:
-            from batchrunner.engines.launched.gateway import LaunchedGateway  # noqa: PLC0415
-
-            self.gateway = LaunchedGateway(
-                python=spec.python, key=self._key, log_path=self._log_dir / "engine-gateway.log"
-            )
-            await self.gateway.start([*self._replicas])
-            self._watching.append(asyncio.create_task(self.gateway.watch()))
-            notes = (f"other clients can use the replicas through the gateway {self.gateway.url}", *notes)
+            gateway_url = await self._start_gateway()
+            notes.insert(0, f"other clients can use the replicas through the gateway {gateway_url}")
         # With several servers, none of them has all GPUs.
         has_all_gpus = len(servers) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
@@ -133,8 +127,19 @@ class LaunchedFleet(HttpEngine):
             gpus=len(gpus()) * spec.nodes if has_all_gpus else None,
             tp=split_over(spec.args),
             log=str(servers[-1].log_path),
-            notes=notes,
+            notes=tuple(notes),
         )
+
+    async def _start_gateway(self) -> str:
+        """Start a gateway in front of the servers, which must be up; return its URL."""
+        from batchrunner.engines.launched.gateway import LaunchedGateway  # noqa: PLC0415 - for few jobs
+
+        self.gateway = LaunchedGateway(
+            python=self._spec.python, key=self._key, log_path=self._log_dir / "engine-gateway.log"
+        )
+        await self.gateway.start([*self._replicas])
+        self._watch_loops.append(asyncio.create_task(self.gateway.watch()))
+        return self.gateway.url
 
     @property
     def servers(self) -> Sequence[SGLangServer]:
@@ -147,12 +152,14 @@ class LaunchedFleet(HttpEngine):
 
     def arguments_of(self, url: str) -> Mapping[str, Any]:
         """Return a server's present arguments, tuned flags included, with underscores in the names."""
-        adapted = self._replicas[url].adapted
-        return {**super().arguments_of(url), **{name.replace("-", "_"): adapted[name] for name in adapted}}
+        tuned_flags = self._replicas[url].adapted
+        tuned_arguments = {name.replace("-", "_"): value for name, value in tuned_flags.items()}
+        return {**super().arguments_of(url), **tuned_arguments}
 
     def start_of(self, url: str) -> int:
         """Return a number that changes whenever the server is started again."""
-        return self._replicas[url].log_begins
+        # Each start appends to the log.
+        return self._replicas[url].log_offset
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send a request once, as soon as its server is up; see `Engine.generate`."""
@@ -167,9 +174,11 @@ class LaunchedFleet(HttpEngine):
     async def _until_up(self, route: str) -> None:
         """Wait until the server of a route is up; raises EngineDownError or EngineLostError."""
         server = self._replicas[route]
-        if server.lost and not all(replica.lost for replica in self._replicas.values()):
+        are_all_lost = all(replica.lost for replica in self._replicas.values())
+        if server.lost and not are_all_lost:
             # The rows of this lost server go to other replicas.
             raise EngineDownError(str(server.lost))
+        # If all servers are lost, this raises EngineLostError, which ends the run.
         await server.ready()
 
     async def loads(self) -> Sequence[SchedulerLoad]:
@@ -181,9 +190,9 @@ class LaunchedFleet(HttpEngine):
             # `has_work` is false.
             if not replica.up:
                 replica.has_work = endpoint.in_flight > 0
-                endpoint.hangs.restarted()
-            elif hang := endpoint.hang_among(loads):
-                replica.hangs(hang)
+                endpoint.hang_detector.restarted()
+            elif hang := endpoint.check_for_hang(loads):
+                replica.report_hang(hang)
         return loads
 
     def _new_endpoint(self, url: str) -> Endpoint:
@@ -197,9 +206,9 @@ class LaunchedFleet(HttpEngine):
 
     async def close(self) -> None:
         """End the servers and all their processes."""
-        for watching in self._watching:
-            watching.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        for watch_loop in self._watch_loops:
+            watch_loop.cancel()
+        await asyncio.gather(*self._watch_loops, return_exceptions=True)
         await super().close()
         if self.gateway is not None:
             await self.gateway.close()
@@ -217,14 +226,16 @@ class LaunchedFleet(HttpEngine):
         )  # fmt: skip
         if spec.replicas == 1:
             return [make(log_path=self._log_dir / "engine-server.log")]
-        slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args), spec.replicas)
+        slices = gpu_slices(
+            [] if cpu else gpus(spec.env), gpus_per_replica=cards_of(spec.args), replicas=spec.replicas
+        )
         return [
             make(
-                log_path=self._log_dir / f"engine-replica-{n}.log",
-                name=f"replica {n}",
+                log_path=self._log_dir / f"engine-replica-{number}.log",
+                name=f"replica {number}",
                 environ={"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {},
             )
-            for n, devices in enumerate(slices)
+            for number, devices in enumerate(slices)
         ]
 
 
@@ -234,30 +245,36 @@ def _refuse_several_gpus(spec: ServerEngine) -> None:
     A job that needs one GPU runs on the CPU instead. Several servers, or several ranks of one server, would
     only compete for that CPU.
     """
-    gpu_count = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
+    gpus_per_replica = cards_of(spec.args)
+    gpu_count = gpus_per_replica * (1 if spec.replicas == "auto" else spec.replicas)
     if gpu_count > 1:
         raise EngineStartError(
-            f"engine.replicas {spec.replicas} with {cards_of(spec.args)} GPUs each (engine.tp, times pp-size "
+            f"engine.replicas {spec.replicas} with {gpus_per_replica} GPUs each (engine.tp, times pp-size "
             f"and dp-size) needs {gpu_count} GPUs: this machine has none",
             hint="run the job on a machine with GPUs, or set engine.device: cpu to try the job on the CPU",
         )
 
 
-def gpu_slices(devices: Sequence[str], size: int, replicas: int | str) -> list[list[str]]:
-    """Divide the GPUs among the replicas: return `size` devices for each replica.
+def gpu_slices(
+    devices: Sequence[str], *, gpus_per_replica: int, replicas: int | Literal["auto"]
+) -> list[list[str]]:
+    """Divide the GPUs among the replicas: return the devices of each replica.
 
     `devices` is empty on a CPU, or if the GPUs are unknown. Then each replica gets an empty list, and `auto`
     means one replica. Raises EngineStartError if there are too few GPUs.
     """
     if not devices:
-        return [[] for _ in range(1 if replicas == "auto" else int(replicas))]
-    count = len(devices) // size if replicas == "auto" else int(replicas)
-    if count * size > len(devices) or count == 0:
+        return [[] for _ in range(1 if replicas == "auto" else replicas)]
+    count = len(devices) // gpus_per_replica if replicas == "auto" else replicas
+    # With too few GPUs for a single replica, `auto` would mean none.
+    needed = max(count, 1) * gpus_per_replica
+    if needed > len(devices):
         raise EngineStartError(
-            f"engine.replicas {replicas} with {size} GPUs each (engine.tp, times pp-size and dp-size) needs "
-            f"{max(count, 1) * size} GPUs: this machine has {len(devices)}"
+            f"engine.replicas {replicas} with {gpus_per_replica} GPUs each (engine.tp, times pp-size and "
+            f"dp-size) needs {needed} GPUs: this machine has {len(devices)}"
         )
-    return [list(devices[n * size : (n + 1) * size]) for n in range(count)]
+    begins = range(0, count * gpus_per_replica, gpus_per_replica)
+    return [list(devices[begin : begin + gpus_per_replica]) for begin in begins]
 
 
 async def _start_all(starts: Sequence[Coroutine[Any, Any, None]]) -> None:

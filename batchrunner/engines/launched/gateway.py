@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
-import orjson
 
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.gateway_workers import GatewayQuestions, GatewayWorker
-from batchrunner.engines.launched.server import LAUNCHER
+from batchrunner.engines.launched.server import end_launched, launch
 from batchrunner.sglang.device import program_environment
 
 log = logging.getLogger(__name__)
@@ -84,10 +83,7 @@ class LaunchedGateway:
         """Stop the gateway, and wait for the end of its process."""
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
-            # The launcher stops the gateway when this pipe is closed.
-            process.stdin.close()
-            await process.wait()
+            await end_launched(process)
 
     async def _launch(self) -> None:
         """Start the process of the gateway; raises EngineStartError if the interpreter cannot be run."""
@@ -102,17 +98,7 @@ class LaunchedGateway:
             "log": str(self._log_path),
         }
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                self._python, str(LAUNCHER), stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-                env=program_environment({}),
-            )  # fmt: skip
-        except OSError as failure:
-            raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
-        assert self._process.stdin is not None
-        self._process.stdin.write(orjson.dumps(config) + b"\n")
-        await self._process.stdin.drain()
+        self._process = await launch(self._python, config, environ=program_environment({}))
 
 
 async def _listed(questions: GatewayQuestions) -> list[GatewayWorker]:

@@ -5,8 +5,8 @@ This script imports nothing from the package, so that any Python >= 3.9 can run 
 
     {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log", "key": "..."}
 
-`key` may be empty. With `copy` the server loads a copy of its model from this machine's disk. `ranks` says
-that srun has started this script on several machines, which share the pipe.
+`key` may be empty. With `copy`, the arguments of `local_copy`, the server loads a copy of its model from this
+machine's disk. `ranks` tells whether srun has started this script on several machines, which share the pipe.
 
 The owner keeps the pipe open for as long as the server is to run. When the owner closes the pipe, or is
 killed, this script kills the server and all processes that the server has started. The script ends with the
@@ -50,7 +50,7 @@ POLL_S = 0.1
 """Seconds between two checks for ended processes."""
 KILL_S = 10.0
 """Maximum seconds to wait until all killed processes have ended."""
-NO_MODEL = (".", "checkpoint-", "original")
+SKIPPED_FOLDERS = (".", "checkpoint-", "original")
 """Prefixes of the names of subfolders that SGLang does not read, so they are not copied with a model."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run; see `batchrunner.core.processes`."""
@@ -79,7 +79,7 @@ def read_config(descriptor: int) -> dict[str, Any]:
     return config
 
 
-def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
+def config_of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the configuration for one of several machines, which has its own log and port."""
     argv = [*config["argv"], "--node-rank", str(rank)]
     log = Path(config["log"])
@@ -125,7 +125,7 @@ def files_of(source: str) -> dict[str, tuple[int, int]]:
     files = {}
     for directory, folders, names in os.walk(source, followlinks=True):
         # `os.walk` visits only the folders that stay in this list, in their order.
-        folders[:] = sorted(folder for folder in folders if not folder.startswith(NO_MODEL))
+        folders[:] = sorted(folder for folder in folders if not folder.startswith(SKIPPED_FOLDERS))
         for file in sorted(Path(directory, name) for name in names):
             stat = file.stat()
             files[str(file.relative_to(source))] = stat.st_size, stat.st_mtime_ns
@@ -138,20 +138,21 @@ def copy_files(source: str, files: dict[str, tuple[int, int]], copy: Path) -> No
     If an earlier copy was killed, it is continued. A file that changes during the copy is an error.
     """
     unfinished = copy.with_name(f"{copy.name}.part")
-    existing = files_of(str(unfinished))
-    sizes = {}
+    copied_files = files_of(str(unfinished))
+    sizes_to_copy = {}
     for file, (size, _) in files.items():
+        copied_size, _ = copied_files.get(file, (None, 0))
         # A file that was copied only in part is smaller.
-        is_copied = file in existing and existing[file][0] == size
-        if not is_copied:
-            sizes[file] = size
-    bytes_to_copy, free_bytes = sum(sizes.values()), shutil.disk_usage(copy.parent).free
+        if copied_size != size:
+            sizes_to_copy[file] = size
+    bytes_to_copy = sum(sizes_to_copy.values())
+    free_bytes = shutil.disk_usage(copy.parent).free
     amount = f"{bytes_to_copy / 2**30:.1f} GiB"
     if bytes_to_copy > free_bytes:
         raise OSError(f"the copy needs {amount}, but only {free_bytes / 2**30:.1f} GiB are free")
     print(f"copying {source} ({amount}) to {copy}", flush=True)  # noqa: T201 - into the log
     try:
-        for file in sizes:
+        for file in sizes_to_copy:
             (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(source, file), unfinished / file)
             with (unfinished / file).open("rb") as stream:
@@ -269,11 +270,11 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
 
 def main() -> int:
     """Read the configuration, fork the server, watch it; return its exit status."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
     config = read_config(0)
     if config.get("ranks"):
-        config = of_rank(config, int(os.environ["SLURM_PROCID"]))
+        config = config_of_rank(config, int(os.environ["SLURM_PROCID"]))
     log = os.open(config["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     # Orphaned processes of the server become children of this process.
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

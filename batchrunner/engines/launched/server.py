@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,37 @@ NO_GPU = re.compile(
 MOST_QUICK_DEATHS = 8
 """Maximum number of quick deaths in a row; after one more, the server is not restarted. A row that kills the
 server fails after four deaths, so two such rows, one after the other, do not end the run."""
-VERDICT_S = 30.0
-"""Maximum seconds to wait for the cause of a death. The launcher may need 20 s to kill all processes."""
+RECOVERY_WAIT_S = 30.0
+"""Maximum seconds for which a row waits until recovery has examined a death. The launcher may need 20 s to
+kill all processes."""
+
+
+class _Recovery:
+    """Result of the recovery after a server's last death. The rows that the death has hit wait for it."""
+
+    def __init__(self) -> None:
+        self.is_healed = False
+        """Whether recovery has found safer arguments, or the restart was planned."""
+        self._ended_at = -math.inf
+        """Time at which the last recovery ended, in seconds of the monotonic clock."""
+        self._next_end = asyncio.Event()
+        """Set when the recovery after the next death has ended."""
+
+    def record(self, *, is_healed: bool) -> None:
+        """Record the result of a recovery, and wake the rows that wait for it."""
+        self.is_healed = is_healed
+        self._ended_at = time.monotonic()
+        self._next_end.set()
+        self._next_end = asyncio.Event()
+
+    async def excuses(self, sent_at: float) -> bool:
+        """Tell whether a row that was sent at `sent_at`, before the server died, is not at fault."""
+        # Recovery may not have examined this death yet. So wait for its result.
+        if self._ended_at < sent_at:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECOVERY_WAIT_S):
+                    await self._next_end.wait()
+        return self._ended_at >= sent_at and self.is_healed
 
 
 class SGLangServer:
@@ -85,8 +114,11 @@ class SGLangServer:
         self.name = name
         """Name of the server in messages."""
         self.log_path = log_path
+        """Log of the server on this machine."""
         self.incidents = incidents
+        """Incidents of all servers of the run."""
         self.liveness = Liveness()
+        """Whether the server is alive; the client shares this state."""
 
         offline: dict[str, str] = {}
         if Path(model).exists():
@@ -97,14 +129,16 @@ class SGLangServer:
         """API key of the server. It is in no argument vector and in no environment variable."""
         self._python = spec.python or sys.executable
         self._nodes = spec.nodes
-        self._launch_prefix = _launch_prefix(spec.nodes) if spec.nodes > 1 else ()
+        # Beginning of the command that starts the launcher; empty on a single machine.
+        self._command_prefix = _command_prefix(spec.nodes) if spec.nodes > 1 else ()
+        # Arguments of `local_copy` in launcher.py; None if the server loads the original files.
         self._copy: Mapping[str, str] | None = None
         if spec.cache_dir:
             self._copy = _model_copy(model, revision=spec.args.get("revision"), cache_dir=spec.cache_dir)
         self._port = HeldPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
         self._base_argv = [
-            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
+            "--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number),
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
 
@@ -120,19 +154,21 @@ class SGLangServer:
         """Tuned flags and variables, which are added to the flags of the job."""
         # Whether the tuned flags were learned in an earlier run.
         self._is_recalled = bool(self.adapted)
+        # Flags to which the server returns if it dies with tuned flags on trial; None if none are on trial.
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
-        """Flags to which the server returns if it dies with tuned flags on trial; None if none are on
-        trial."""
-        # Whether restarts with other flags are forbidden. A restart after a death is still allowed.
-        self._is_stopping = False
+        # Whether the planned restart is cancelled, because a run is stopping.
+        self._is_restart_cancelled = False
 
         # The next attributes describe the last start.
+
+        # Process of the launcher; None before the first start and after `stop`.
         self._process: asyncio.subprocess.Process | None = None
+        # Arguments of the server, without those in `_base_argv`.
         self._args: dict[str, Any] = {}
         # Byte offset in each log at which the last start begins.
-        self._logs: Mapping[Path, int] = {}
+        self._log_offsets: Mapping[Path, int] = {}
         # Number of processes that the kernel had killed for lack of memory before the last start.
-        self._kills: int | None = None
+        self._oom_kills_before: int | None = None
         self.start_s = 0.0
         """Seconds that the last start took."""
 
@@ -148,12 +184,8 @@ class SGLangServer:
         # Future of the server's next hang; None before the server is watched.
         self._hang: asyncio.Future[Hang] | None = None
 
-        # The result of the recovery after the last death: whether it has found safer arguments.
-        self._was_healed = False
-        # Time at which the last recovery ended, in seconds of the monotonic clock.
-        self._judged_at = -math.inf
-        # Set when the recovery after the next death has ended.
-        self._verdict = asyncio.Event()
+        # Result of the recovery after the last death.
+        self._recovery = _Recovery()
 
     async def start(self) -> None:
         """Start the server and wait until it takes requests; raises EngineStartError if that fails.
@@ -162,10 +194,7 @@ class SGLangServer:
         """
         tries_left = START_TRIES
         while True:
-            self._args = {**self._job_args, **arguments_in(self.adapted), **self._safer}
-            if self._nodes > 1:
-                rendezvous = f"{socket.gethostname()}:{free_port()}"
-                self._args |= {"nnodes": self._nodes, "dist-init-addr": rendezvous}
+            self._args = self._args_of_next_start()
             if str(self._args.get(TOKENIZERS, 1)) != "1":
                 self.key = ""
                 log.warning(
@@ -173,7 +202,7 @@ class SGLangServer:
                     "every user of this machine can send requests to it",
                     self.name, TOKENIZERS,
                 )  # fmt: skip
-            self._kills = oom_kills()
+            self._oom_kills_before = oom_kills()
             log.info("starting SGLang at %s; its log: %s", self.url, self.log_path)
             began = time.monotonic()
             await self._launch()
@@ -183,7 +212,7 @@ class SGLangServer:
                 tries_left -= 1
                 if tries_left and self._found_port_taken():
                     log.warning("%s: starts again, because another process took one of its ports", self.name)
-                elif not self._heal():
+                elif not self._choose_other_arguments():
                     raise
                 await self.stop()
             else:
@@ -194,6 +223,14 @@ class SGLangServer:
                     self._memory.forget()
                     self._is_recalled = False
                 return
+
+    def _args_of_next_start(self) -> dict[str, Any]:
+        """Return the arguments of the server for its next start, without those in `_base_argv`."""
+        args = {**self._job_args, **arguments_in(self.adapted), **self._safer}
+        if self._nodes > 1:
+            # The port may have been taken since the last start, so each start draws a new one.
+            args |= {"nnodes": self._nodes, "dist-init-addr": f"{socket.gethostname()}:{free_port()}"}
+        return args
 
     @property
     def _safer(self) -> Mapping[str, Any]:
@@ -215,31 +252,48 @@ class SGLangServer:
 
         If the server dies with the new flags, it returns to the previous ones.
         """
-        self._change(args, why)
+        self._previous = self.adapted
+        self._change_flags(args, why)
         self.up = False
         # From now on, flags of this run are on trial, not those of an earlier run.
         self._is_recalled = False
-        self._is_stopping = False
+        self._is_restart_cancelled = False
         self._settled.clear()
         # `_watch` handles a planned restart like a hang, but first lets the rows end.
-        self.hangs(PLANNED)
+        self.report_hang(PLANNED)
 
-    def keep(self) -> None:
+    def end_trial(self) -> None:
         """End the trial of the tuned flags: if the server dies from now on, it keeps them."""
         self._previous, self._is_recalled = None, False
 
-    def stay(self) -> None:
-        """Forbid restarts with other flags, and let no row wait for a restart."""
-        self._is_stopping = True
+    def cancel_restart(self) -> None:
+        """Cancel a planned restart, unless it has begun, and let the rows that wait for the server fail.
+
+        A run that is stopping calls this again and again, so that none of its rows waits for a restart. Rows
+        of other runs on the same servers are sent again later.
+        """
+        self._is_restart_cancelled = True
+        if not self._settled.is_set():
+            # This wakes the rows that wait now, and no later ones.
+            self._settled.set()
+            self._settled.clear()
+
+    def _keep_flags(self) -> None:
+        """Return to the flags with which the server runs, because the planned restart was cancelled."""
+        assert self._previous is not None
+        self.adapted, self._previous = dict(self._previous), None
+        why = "keeps its flags, because the run is stopping"
+        log.warning("%s %s", self.name, why)
+        self.incidents.append(Incident("back", self.name, why))
+        self.up = True
         self._settled.set()
 
-    def _change(self, args: Mapping[str, Any], why: str) -> None:
+    def _change_flags(self, args: Mapping[str, Any], why: str) -> None:
         """Set the tuned flags of the next start, and report the change."""
         flags = command_line(args) or "the job's flags"
         log.warning("%s: starts again with %s: %s", self.name, flags, why)
         change = {"old": self.adapted, "new": dict(args)}
         self.incidents.append(Incident("adapts", self.name, why, change))
-        self._previous = self.adapted
         self.adapted = dict(args)
 
     async def _drain(self) -> None:
@@ -250,23 +304,23 @@ class SGLangServer:
         # The server is assumed to have work until the next poll.
         self.has_work = True
         deadline = time.monotonic() + self.start_s
-        while self.has_work and time.monotonic() < deadline and not self._is_stopping:  # noqa: ASYNC110 - polls set it
+        while self.has_work and time.monotonic() < deadline and not self._is_restart_cancelled:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
-    def _heal(self) -> bool:
+    def _choose_other_arguments(self) -> bool:
         """Choose arguments for the next start by the cause of the last death.
 
         Return False if no other arguments may help.
         """
         # If the server died with flags on trial, they are the likely cause: go back to the previous ones.
         if self._previous is not None:
-            self._change(self._previous, self._failure_message("died with the new flags"))
-            self._previous = None
+            previous, self._previous = self._previous, None
+            self._change_flags(previous, self._failure_message("died with the new flags"))
             return True
         if self._healer is None or self._exit_code is None:
             return False
-        kills_since_start = (oom_kills() or 0) - (self._kills or 0)
-        ended_server = EndedServer(self._logged(), self._args, self._exit_code, kills_since_start)
+        kills_since_start = (oom_kills() or 0) - (self._oom_kills_before or 0)
+        ended_server = EndedServer(self._log_lines(), self._args, self._exit_code, kills_since_start)
         return self._healer.heal(self.name, ended_server)
 
     async def close(self) -> None:
@@ -282,13 +336,16 @@ class SGLangServer:
         return self._process.returncode if self._process else None
 
     @property
-    def log_begins(self) -> int:
+    def log_offset(self) -> int:
         """Byte offset in the server's log at which the last start begins."""
-        return self._logs.get(self.log_path, 0)
+        return self._log_offsets.get(self.log_path, 0)
 
-    def _logged(self) -> list[str]:
+    def _log_lines(self) -> list[str]:
         """Return the first and the last lines that the server has logged since its last start."""
-        return [line for log in self._all_logs() for line in head_and_tail(log, self._logs.get(log, 0))]
+        lines = []
+        for path in self._all_logs():
+            lines += head_and_tail(path, self._log_offsets.get(path, 0))
+        return lines
 
     def _all_logs(self) -> list[Path]:
         """Return the server's log on this machine, and its logs on other machines."""
@@ -297,23 +354,14 @@ class SGLangServer:
 
     def _cause(self) -> str:
         """Return why the server last ended: the causes in the logs of all machines, each cause once."""
-        causes = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
+        causes = [cause_in(path, self._log_offsets.get(path, 0)) for path in self._all_logs()]
         return " / ".join(filter(None, dict.fromkeys(causes)))
 
     async def _launch(self) -> None:
         """Start the launcher; raises EngineStartError if the interpreter cannot be run."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # Logs of earlier starts are kept. So the log of this start begins at the present end of each file.
-        self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._launch_prefix, self._python, str(LAUNCHER),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.DEVNULL, env={**self.environ, **variables_in(self.adapted)},
-            )  # fmt: skip
-        except OSError as failure:
-            raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
-        # The configuration (see launcher.py) goes through a pipe, because other users can read arguments.
+        self._log_offsets = {path: path.stat().st_size for path in self._all_logs() if path.exists()}
         config = {
             "module": MODULE,
             "argv": [*self._base_argv, *to_argv(self._args)],
@@ -322,25 +370,25 @@ class SGLangServer:
             "copy": self._copy,
             "ranks": self._nodes > 1,
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(orjson.dumps(config) + b"\n")
-        await self._process.stdin.drain()
+        self._process = await launch(
+            self._python,
+            config,
+            environ={**self.environ, **variables_in(self.adapted)},
+            command_prefix=self._command_prefix,
+        )
 
     async def _wait_until_ready(self) -> None:
         """Wait until the server is ready; raises EngineStartError if it ends or takes too long."""
         began = time.monotonic()
-        next_status_s = TIMING.launch_word
+        next_report_s = TIMING.launch_word
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
             while not await _is_ready(session, self.url + "/ready"):
                 waited_s = time.monotonic() - began
                 cannot_listen = False
-                if waited_s > next_status_s:
-                    next_status_s += TIMING.launch_word
-                    # Show the newest log line that names a step of the start.
-                    step = next(filter(None, map(step_in, reversed(self._logged()))), "")
-                    log.info(
-                        "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
-                    )
+                # The logs are read only now and then, because that takes longer than a poll.
+                if waited_s > next_report_s:
+                    next_report_s += TIMING.launch_word
+                    self._report_step(waited_s)
                     # Without its port, SGLang would go on running but never listen.
                     cannot_listen = self._found_port_taken()
                 if self._exit_code is not None or cannot_listen:
@@ -350,13 +398,15 @@ class SGLangServer:
                     raise EngineStartError(self._failure_message(failure))
                 await asyncio.sleep(TIMING.launch_poll)
 
+    def _report_step(self, waited_s: float) -> None:
+        """Log that the server is still starting, with the newest log line that names a step of the start."""
+        step = next(filter(None, map(step_in, reversed(self._log_lines()))), "")
+        log.info("%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else "")
+
     async def stop(self) -> None:
         """End the server and all its processes; may be called again if it was cancelled."""
         if self._process is not None:
-            assert self._process.stdin is not None
-            # The launcher ends the server when this pipe is closed.
-            self._process.stdin.close()
-            await self._process.wait()
+            await end_launched(self._process)
             self._process = None
 
     def _found_port_taken(self) -> bool:
@@ -382,17 +432,16 @@ class SGLangServer:
     async def ready(self) -> None:
         """Wait until the server is up.
 
-        Raises EngineLostError if the server will never be up again. After a call of `stay`, the run is
-        ending, so rows do not wait: EngineDownError is raised at once if the server is not up.
+        Raises EngineLostError if the server will never be up again, and EngineDownError if a run is stopping
+        and the server is not up; see `cancel_restart`.
         """
-        if not self._is_stopping:
-            await self._settled.wait()
+        await self._settled.wait()
         if self.lost is not None:
             raise self.lost
         if not self.up:
-            raise EngineDownError(f"{self.name} is not up, because the run is stopping")
+            raise EngineDownError(f"{self.name} is not up, because a run is stopping")
 
-    def hangs(self, hang: Hang) -> None:
+    def report_hang(self, hang: Hang) -> None:
         """Report that the server hangs, so that `watch` ends and restarts it."""
         if self._hang is not None and not self._hang.done():
             self._hang.set_result(hang)
@@ -402,13 +451,7 @@ class SGLangServer:
 
         If so, no row is at fault.
         """
-        # If the server died after `sent_at`, recovery may not have examined this death yet. So wait for its
-        # result.
-        if self._judged_at < sent_at:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(VERDICT_S):
-                    await self._verdict.wait()
-        return self._judged_at >= sent_at and self._was_healed
+        return await self._recovery.excuses(sent_at)
 
     async def watch(self) -> None:
         """Restart the server whenever it ends; return when it is lost."""
@@ -428,12 +471,11 @@ class SGLangServer:
         self._settled.set()
         up_since = time.monotonic()
         while True:
-            hang = await self._end()
+            hang = await self._wait_for_end()
             if hang is PLANNED:
                 await self._drain()
-                # If the run is ending, a planned restart does not pay off: the server keeps its flags.
-                if self._is_stopping:
-                    self.up = True
+                if self._is_restart_cancelled:
+                    self._keep_flags()
                     continue
             self.up = False
             self._settled.clear()
@@ -442,9 +484,9 @@ class SGLangServer:
             lived_s = time.monotonic() - up_since - silent_s
             cause = await self._take_down(hang)
             # A planned restart changes the flags, like a recovery, and no row is to blame for it.
-            self._judge(healed=hang is PLANNED or self._heal())
+            self._recovery.record(is_healed=hang is PLANNED or self._choose_other_arguments())
             # The count of quick deaths changes only after a restart with the same arguments.
-            if not self._was_healed:
+            if not self._recovery.is_healed:
                 died_quickly = lived_s < TIMING.quick_death
                 quick_deaths = quick_deaths + 1 if died_quickly else 1
             if quick_deaths > MOST_QUICK_DEATHS:
@@ -457,8 +499,10 @@ class SGLangServer:
 
     async def _restart(self, quick_deaths: int) -> None:
         """Start the server again, after a pause that doubles with each quick death; log when it is back."""
-        count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
-        log.warning("%s: started again%s", self.name, "" if self._was_healed else count)
+        count = ""
+        if not self._recovery.is_healed:
+            count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
+        log.warning("%s: started again%s", self.name, count)
         if quick_deaths > 1:
             pause_s = TIMING.first_restart * 2.0 ** (quick_deaths - 2)
             await asyncio.sleep(min(pause_s, TIMING.longest_restart))
@@ -474,13 +518,7 @@ class SGLangServer:
         self.incidents.append(Incident("back", self.name))
         log.warning("%s is back", self.name)
 
-    def _judge(self, *, healed: bool) -> None:
-        """Record whether recovery has found safer arguments, and wake the callers that wait for this."""
-        self._was_healed, self._judged_at = healed, time.monotonic()
-        self._verdict.set()
-        self._verdict = asyncio.Event()
-
-    async def _end(self) -> Hang | None:
+    async def _wait_for_end(self) -> Hang | None:
         """Wait until the server ends or hangs; return the hang, or None if the server ended."""
         if self._process is None:
             return None
@@ -495,7 +533,7 @@ class SGLangServer:
     async def _take_down(self, hang: Hang | None) -> str:
         """Report a death or hang, mark the server as dead, and end it if it hangs; return the cause.
 
-        A planned restart is treated as a hang, but not reported, because `_change` has reported it.
+        A planned restart is treated as a hang, but not reported, because `_change_flags` has reported it.
         """
         cause = f"{self.name} {hang.why}" if hang else self._failure_message("died")
         if hang is not PLANNED:
@@ -522,7 +560,45 @@ def _model_copy(model: str, *, revision: str | None, cache_dir: str) -> dict[str
     return {"source": str(files), "cache": cache_dir, "name": name}
 
 
-def _launch_prefix(nodes: int) -> tuple[str, ...]:
+async def launch(
+    python: str,
+    config: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str],
+    command_prefix: Sequence[str] = (),
+) -> asyncio.subprocess.Process:
+    """Start a program with the launcher; return the launcher's process.
+
+    `config` is described in launcher.py, and `python` is the interpreter of the program. Raises
+    EngineStartError if the interpreter cannot be run.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command_prefix, python, str(LAUNCHER),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL, env=environ,
+        )  # fmt: skip
+    except OSError as failure:
+        raise EngineStartError(f"engine.python {python}: cannot be run: {failure}") from None
+    # The configuration, which has the API key, goes through a pipe, because other users can read arguments.
+    assert process.stdin is not None
+    # A process that ends before it has read the configuration is noticed later, like any other death. For a
+    # pipe that is closed already, uvloop raises RuntimeError.
+    with contextlib.suppress(ConnectionError, RuntimeError):
+        process.stdin.write(orjson.dumps(config) + b"\n")
+        await process.stdin.drain()
+    return process
+
+
+async def end_launched(launcher: asyncio.subprocess.Process) -> None:
+    """End a program that was started with `launch`, and all its processes."""
+    assert launcher.stdin is not None
+    # The launcher ends its program when this pipe is closed.
+    launcher.stdin.close()
+    await launcher.wait()
+
+
+def _command_prefix(nodes: int) -> tuple[str, ...]:
     """Return the command prefix that runs a program on all machines of this Slurm job or Ray worker.
 
     Raises EngineStartError if Slurm has not allocated exactly `nodes` machines.

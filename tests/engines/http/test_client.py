@@ -211,7 +211,7 @@ async def test_a_gateway_lists_a_worker_that_hangs_again(monkeypatch: pytest.Mon
             engine = AttachedServers([], gateway=spec, api_key=None, limits=LimitsSpec())
             await engine.open()
             try:
-                engine.endpoints[first.url].hangs = HangingNow(0.0)
+                engine.endpoints[first.url].hang_detector = HangingNow(0.0)
                 await engine.loads()
                 listed.remove(first.url)
                 await asyncio.to_thread(eventually, lambda: len(engine.replicas) == 1)

@@ -1,8 +1,10 @@
 """Answers of a Model Gateway, as smg 1.13.0 gave them: refusals, lists of workers, loads, keys."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -22,7 +24,14 @@ from batchrunner.core.timing import TIMING
 from batchrunner.core.types import CHAT_PATH, RequestBody
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.connections import free_port
-from batchrunner.engines.http.gateway import ThroughGateway, code_of, reason_to_go_through, refusal_of
+from batchrunner.engines.http.gateway import (
+    CONFIRMATIONS,
+    ROUTED_TO,
+    ThroughGateway,
+    code_of,
+    reason_to_go_through,
+    refusal_of,
+)
 from batchrunner.engines.http.gateway_workers import GatewayQuestions
 from batchrunner.engines.http.replies import WholeAnswer
 from batchrunner.engines.http.server_info import is_gateway
@@ -171,7 +180,7 @@ async def test_a_worker_that_hangs() -> None:
         await engine.open()
         hanging, other = (worker["url"] for worker in gateway.workers)
         gateway.held = hanging
-        engine.endpoints[hanging].hangs = HangDetector(0.0)
+        engine.endpoints[hanging].hang_detector = HangDetector(0.0)
         row = asyncio.create_task(engine.generate(request(0, "a"), hanging))
         await gateway.hangs.wait()
         for _ in range(3):
@@ -288,6 +297,22 @@ async def test_the_load_of_prefill_and_decode() -> None:
         assert (load.running, load.queue, load.token_usage, load.max_running) == (25, 19, 0.1, 32)
 
 
+async def test_reports_of_prefill_and_decode_that_cannot_be_read() -> None:
+    """The last reports that the gateway could read count further, as for regular workers."""
+    gateway = FakeGateway()
+    for worker, kind in zip(gateway.workers, ("prefill", "decode"), strict=True):
+        report = {"num_running_reqs": 9, "token_usage": 0.5}
+        worker |= {"worker_type": kind, "engine_load": {"timestamp": "1", "loads": [report]}}
+    async with opened(gateway) as engine:
+        await engine.open()
+        (load_before,) = await engine.loads()
+        for worker in gateway.workers:
+            worker["engine_load"] = None
+        (load,) = await engine.loads()
+        assert replace(load, taken_at=load_before.taken_at) == load_before
+        assert load.token_usage == 0.5
+
+
 async def test_several_completions_of_a_row_of_a_batch_file() -> None:
     """Prefill and decode workers never answer such a row, so that it is refused before it is sent."""
     gateway = FakeGateway()
@@ -319,6 +344,45 @@ async def test_a_worker_that_is_down_gets_a_key_once_it_answers(monkeypatch: pyt
         assert gateway.sent[-1][0] == down
 
 
+class HoldsLastConfirmation(FakeGateway):
+    """A gateway that holds the answer which confirms the routing key of one worker for the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow_worker: str | None = None
+        self.holds, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.asked_with = Counter[str | None]()
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        response = await super().answer(request)
+        key = request.headers.get(self.key_header)
+        self.asked_with[key] += 1
+        is_last = self.asked_with[key] == 1 + CONFIRMATIONS
+        if is_last and response.headers.get(ROUTED_TO) == self.slow_worker:
+            self.holds.set()
+            await self.goes_on.wait()
+        return response
+
+
+async def test_a_worker_that_leaves_during_a_search_for_keys() -> None:
+    """A worker that the gateway stops using while its key is searched gets no rows after the search."""
+    gateway = HoldsLastConfirmation()
+    first, second = gateway.workers
+    async with opened(gateway) as engine:
+        await engine.open()
+        gateway.slow_worker = second["url"]
+        gateway.workers.append({**first, "url": "http://10.0.0.3:30000"})
+        await engine.loads()
+        await gateway.holds.wait()
+        second["is_healthy"] = False
+        await engine.loads()
+        gateway.goes_on.set()
+        while len(await engine.loads()) < 2:
+            pass
+        with pytest.raises(EngineDownError, match=f"the gateway sends no rows to {second['url']} now"):
+            await engine.generate(request(0, "a"), second["url"])
+
+
 async def test_a_key_that_may_not_list_the_workers() -> None:
     """Then the workers and their loads are those of `/loads`."""
     gateway = FakeGateway(lists=False)
@@ -327,6 +391,17 @@ async def test_a_key_that_may_not_list_the_workers() -> None:
         assert set(info.routes) == {worker["url"] for worker in gateway.workers}
         assert (await engine.generate(request(0, "a"), info.routes[0])).texts == ["a"]
         assert len(await engine.loads()) == 2
+
+
+async def test_a_gateway_that_is_away_for_a_key_that_may_not_list_the_workers() -> None:
+    """The reason is the lost connection, and not that the server is no gateway."""
+    gateway = FakeGateway(lists=False)
+    async with aiohttp.ClientSession() as session:
+        async with serving(gateway.answer) as url:
+            questions = GatewayQuestions(session, url)
+            assert len(await questions.workers()) == 2
+        with pytest.raises(EngineDownError, match="no connection to"):
+            await questions.workers()
 
 
 async def test_a_worker_of_another_name_gets_no_rows() -> None:

@@ -28,7 +28,7 @@ def reported(running: int, waiting: int, *, limit: int | None = 64, at: str = "1
 
 
 def running_and_queue(estimate: LoadEstimate, in_flight: int) -> tuple[int, int]:
-    load = estimate.now(in_flight, scheduler="s", route="r", now=7.0)
+    load = estimate.load_at(7.0, in_flight=in_flight, scheduler="s", route="r")
     return load.running, load.queue
 
 
@@ -69,9 +69,9 @@ def test_before_the_first_report() -> None:
     estimate = LoadEstimate()
     for report in (WorkerLoad(), reported(0, 0)):
         estimate.observe(report, 0)
-        assert estimate.now(100, scheduler="s", route="r", now=7.0).taken_at == 0.0
+        assert estimate.load_at(7.0, in_flight=100, scheduler="s", route="r").taken_at == 0.0
     estimate.observe(reported(1, 0, at="12:00:01"), 100)
-    assert estimate.now(100, scheduler="s", route="r", now=7.0).taken_at == 7.0
+    assert estimate.load_at(7.0, in_flight=100, scheduler="s", route="r").taken_at == 7.0
 
 
 class GatewayInVirtualTime:
@@ -168,7 +168,7 @@ class GatewayInVirtualTime:
         for url, estimate in self._estimates.items() if self._report_every_s else ():
             in_flight = self._routes[url].in_flight
             estimate.observe(self._reports[url], in_flight)
-            loads.append(estimate.now(in_flight, scheduler=url, route=url, now=now))
+            loads.append(estimate.load_at(now, in_flight=in_flight, scheduler=url, route=url))
         if self._limits.schedulers:
             self._limits.observe(loads, now, unsent=self._unsent)
         else:

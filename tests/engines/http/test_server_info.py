@@ -1,5 +1,6 @@
 """What a server says of itself and of its load, whatever it offers."""
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -8,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.engines.http.server_info import counters_in, describe, in_words, load_in
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.engines.http.server_info import counters_in, describe, in_words, loads_in
 from tests.support.reader_checks import ANY_JSON, check_load, json_of, some_odd
 
 MODEL = {"model_path": "org/model"}
@@ -20,22 +21,26 @@ SERVER: dict[str, Any] = {
 }  # fmt: skip
 
 
+def described(servers: list[dict[str, Any]], loads: Sequence[SchedulerLoad] = ()) -> EngineInfo:
+    return describe(model_infos=[MODEL, MODEL], server_infos=servers, loads=loads)
+
+
 def test_limits_are_summed_over_schedulers() -> None:
     """Those of a polled load come first; a sum without one of its parts would be too small."""
     loads = [SchedulerLoad(f"#dp{rank}", "loads", 0, 0, 0.0, max_running=5) for rank in range(2)]
-    info = describe([MODEL, MODEL], [SERVER, SERVER], loads)
+    info = described([SERVER, SERVER], loads)
     assert (info.max_running, info.max_total_tokens) == (10, 2000)
     assert (info.model, info.version, info.context_length) == ("org/model", "0.5.23", 4096)
     silent = {**SERVER, "max_total_num_tokens": None}
-    assert describe([MODEL, MODEL], [SERVER, silent], []).max_total_tokens is None
+    assert described([SERVER, silent]).max_total_tokens is None
 
 
 def test_replicas_that_tokenize_in_two_ways_do_it_themselves() -> None:
     """Tokens that the client made would be right for one of them only."""
-    alike = describe([MODEL, MODEL], [SERVER, SERVER], []).tokenizing
+    alike = described([SERVER, SERVER]).tokenizing
     assert alike is not None
     assert (alike.why_server, alike.model_sampling) == (None, True)
-    other = describe([MODEL, MODEL], [SERVER, {**SERVER, "tokenizer_path": "org/other"}], []).tokenizing
+    other = described([SERVER, {**SERVER, "tokenizer_path": "org/other"}]).tokenizing
     assert other is not None
     assert other.why_server == "the replicas' arguments differ"
 
@@ -62,7 +67,7 @@ def load(rank: int, running: int, queue: int) -> dict[str, Any]:
 
 def test_loads_of_one_scheduler() -> None:
     """One scheduler goes by the server's address."""
-    assert load_in(json_of({"version": "0.5.23", "loads": [load(0, 30, 200)]}), URL) == [
+    assert loads_in(json_of({"version": "0.5.23", "loads": [load(0, 30, 200)]}), URL) == [
         SchedulerLoad(
             URL,
             "loads",
@@ -81,12 +86,12 @@ def test_loads_of_one_scheduler() -> None:
 def test_retractions_of_each_scheduler() -> None:
     """They are the requests retracted since the report before; a server may tell none."""
     told = [load(0, 30, 200) | {"queues": {"waiting": 200, "retracted": 3}}, load(1, 12, 0)]
-    assert [s.retracted for s in load_in(json_of({"loads": told}), URL)] == [3, None]
+    assert [s.retracted for s in loads_in(json_of({"loads": told}), URL)] == [3, None]
 
 
 def test_loads_of_dp_ranks() -> None:
     """Each DP rank has a scheduler, and a name, of its own."""
-    found = load_in(json_of({"loads": [load(0, 30, 200), load(1, 12, 0)]}), URL)
+    found = loads_in(json_of({"loads": [load(0, 30, 200), load(1, 12, 0)]}), URL)
     assert [(s.scheduler, s.running, s.queue) for s in found] == [
         (f"{URL}#dp0", 30, 200),
         (f"{URL}#dp1", 12, 0),
@@ -97,7 +102,7 @@ def test_loads_of_dp_ranks() -> None:
 def test_something_else_is_not_a_load(reply: Any) -> None:
     """A reply that is no load is an error, never a load of 0, which would look like a starving engine."""
     with pytest.raises(ValueError, match="not a load"):
-        load_in(json_of(reply), URL)
+        loads_in(json_of(reply), URL)
 
 
 def test_counters_under_dp_attention() -> None:

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import (
-    EngineStartError,
-)
+from batchrunner.core.errors import EngineStartError
 from batchrunner.core.processes import STOP_SIGNALS
 from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
 from batchrunner.job.engine import ServerEngine
@@ -30,11 +28,11 @@ from tests.support.server_thread import PATIENCE_S
 
 
 def test_gpus_are_dealt_out() -> None:
-    assert gpu_slices(["4", "5", "6"], 2, "auto") == [["4", "5"]]
+    assert gpu_slices(["4", "5", "6"], gpus_per_replica=2, replicas="auto") == [["4", "5"]]
     with pytest.raises(EngineStartError, match="needs 2 GPUs: this machine has 1"):
-        gpu_slices(["0"], 2, "auto")
+        gpu_slices(["0"], gpus_per_replica=2, replicas="auto")
     with pytest.raises(EngineStartError, match="needs 3 GPUs: this machine has 2"):
-        gpu_slices(["0", "1"], 1, 3)
+        gpu_slices(["0", "1"], gpus_per_replica=1, replicas=3)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +80,22 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         batchrunner.run(job_of(tmp_path, engine))
 
 
+async def test_an_interpreter_that_does_not_read_its_configuration(tmp_path: Path) -> None:
+    """A program that ends before it has read its configuration is reported like any failed start."""
+    python = tmp_path / "no-python"
+    python.write_text("#!/bin/sh\nsleep 0.2\nexit 3\n")
+    python.chmod(0o755)
+    # The configuration does not fit into the pipe, so the write is pending when the program ends.
+    args = {"json-model-override-args": {"name": "x" * 200_000}}
+    spec = ServerEngine(**launchable(tmp_path, "") | {"python": str(python), "args": args})
+    fleet = LaunchedFleet(spec, log_dir=tmp_path, limits=LimitsSpec())
+    try:
+        with pytest.raises(EngineStartError, match=r"the engine did not start \(exit 3\)"):
+            await fleet.open()
+    finally:
+        await fleet.close()
+
+
 ANSWERS = """
 Path(os.environ["SEEN"]).write_text(json.dumps(sys.argv[1:]))
 if int(dict(zip(sys.argv, sys.argv[1:])).get("--tokenizer-worker-num", 1)) > 1:
@@ -110,6 +124,22 @@ def test_several_tokenizers_have_no_key(
     assert batchrunner.run(job_of(tmp_path, {**engine, "args": args})).rows_ok == 10
     assert ("--api-key" in json.loads((tmp_path / "seen").read_text())) == has_key
     assert ("every user of this machine can send requests to it" in caplog.text) != has_key
+
+
+async def test_a_planned_restart_that_is_cancelled(tmp_path: Path) -> None:
+    """The server goes on with its flags, which are the ones that it names, and takes rows at once."""
+    engine = launchable(tmp_path, "from pathlib import Path\n" + ANSWERS, SEEN=str(tmp_path / "seen"))
+    fleet = LaunchedFleet(ServerEngine(**engine), log_dir=tmp_path, limits=LimitsSpec())
+    try:
+        await fleet.open()
+        (server,) = fleet.servers
+        server.adapt({"max-running-requests": 99}, "more requests")
+        server.cancel_restart()
+        await server.ready()
+        assert (server.up, server.adapted) == (True, {})
+        assert "99" not in json.loads((tmp_path / "seen").read_text())
+    finally:
+        await fleet.close()
 
 
 LAUNCHER = Path(batchrunner.__file__).parent / "engines" / "launched" / "launcher.py"
