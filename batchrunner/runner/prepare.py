@@ -272,7 +272,9 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
     """Open the input. Raises OutputError if the input contains results of this run, whose path is `run`."""
     paths = with_merged_results(job.input.path, run=run, storage=job.storage)
     prompt = job.prompt
-    batch_rules = BatchRules(prompt.allows_repeated) if isinstance(prompt, BatchPrompts) else None
+    batch_rules = None
+    if isinstance(prompt, BatchPrompts):
+        batch_rules = BatchRules(allows_repeated=prompt.allows_repeated, endpoint=prompt.endpoint)
     dataset = Dataset(job.input, run, job.storage, copies, paths=paths, batch_rules=batch_rules)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
