@@ -89,7 +89,14 @@ class EngineInfo:
     prompt.
     """
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Reasons why the engine cannot do a part of a job, by the name of the part, such as `prompt.images`."""
+    """Reasons why the engine cannot do a part of a job, by the name of the part, such as `sampling.n`, or by
+    the path of an endpoint."""
+    unsupported_in_chats: Mapping[str, str] = field(default_factory=dict)
+    """Reasons why the engine cannot do a part of a job in chats."""
+    unsupported_elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Reasons why the engine cannot do a part of a job in prompts that are no chats."""
+    chat_limits: Mapping[str, int] = field(default_factory=dict)
+    """Largest values that the engine accepts in chats, by the part of the job, such as `sampling.n`."""
     no_thinking_budget: str | None = None
     """Reason why the engine would ignore a limit of thinking tokens; None if it obeys the limit."""
     yields: bool | None = None

@@ -96,15 +96,20 @@ class SharedEngine:
                     f"prompt.{name}: {self.info.model} does not accept {kind.field}",
                     hint="use a model that accepts them; if its encoder is off, add --enable-multimodal",
                 )
-        features = {*(job.output.columns or ())}
-        if job.sampling.lora_path is not None:
-            features.add("sampling.lora_path")
-        if job.sampling.n > 1:
-            features.add("sampling.n")
-        for feature in sorted(features.intersection(self.info.unsupported)):
-            raise EngineStartError(
-                f"{feature}: the engine does not support this: {self.info.unsupported[feature]}"
-            )
+        is_chat = job.prompt.is_chat
+        info = self.info
+        unsupported = {**info.unsupported}
+        unsupported |= info.unsupported_in_chats if is_chat else info.unsupported_elsewhere
+        sampling = job.sampling.model_dump(exclude_defaults=True)
+        features = {
+            *job.output.columns,
+            *(f"prompt.{name}" for name in job.prompt.media),
+            *(f"sampling.{name}" for name in sampling),
+        }
+        for feature in sorted(features & unsupported.keys()):
+            raise EngineStartError(f"{feature}: the engine does not support this: {unsupported[feature]}")
+        if is_chat:
+            self._check_chat_limits(job)
         if job.sampling.max_thinking_tokens is not None and self.info.no_thinking_budget is not None:
             raise EngineStartError(
                 f"sampling.max_thinking_tokens: {self.info.no_thinking_budget}",
@@ -113,6 +118,18 @@ class SharedEngine:
             )
         for note in self.info.notes:
             log.info("%s", note)
+
+    def _check_chat_limits(self, job: Job) -> None:
+        """Raise EngineStartError for a value that the engine refuses in chats."""
+        stop = job.sampling.stop
+        values = {
+            "sampling.n": job.sampling.n,
+            "sampling.stop": len(stop) if isinstance(stop, list) else 1,
+            "output.top_logprobs": job.output.top_logprobs if "top_logprobs" in job.output.asked else 0,
+        }
+        for part, most in self.info.chat_limits.items():
+            if values[part] > most:
+                raise EngineStartError(f"{part}: the engine takes at most {most} in a chat")
 
 
 async def open_engine_of(

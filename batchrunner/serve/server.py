@@ -275,6 +275,7 @@ async def serve(
         if not shared.info.simulated:
             # A real engine answers only requests of its own task. The simulated engine answers all requests.
             endpoints = [path for path in endpoints if TASK_OF_ENDPOINT[path] == task]
+        endpoints = [path for path in endpoints if path not in shared.info.unsupported]
         api = Api(
             state=state,
             batches=batches,

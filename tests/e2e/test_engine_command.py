@@ -61,6 +61,20 @@ def test_an_engine_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.Mo
     assert "export" not in dead.stderr
 
 
+def test_no_server_is_started_without_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter without smg is found before minutes are spent on loading the model."""
+    monkeypatch.setenv("SGLANG_API_KEY", "a-key")
+    engine = launchable(tmp_path, 'open(os.environ["SEEN"], "w")\n' + ANSWERS, SEEN=str(tmp_path / "seen"))
+    python = tmp_path / "python-without-smg"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without installed packages
+    python.chmod(0o755)
+    file = write_job(job_of(tmp_path, {**engine, "python": str(python)}), tmp_path)
+    refused = batchrun("engine", file, "--gateway")
+    assert refused.exit_code == 2
+    assert f"{python} has no module smg: install it for this interpreter" in refused.stderr
+    assert not (tmp_path / "seen").exists()
+
+
 @pytest.mark.gateway
 def test_replicas_behind_a_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One address for two replicas: jobs that attach to it send their rows to both, and Ctrl-C ends all."""

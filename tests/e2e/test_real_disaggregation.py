@@ -1,5 +1,7 @@
 """Real prefill and decode workers behind the real Model Gateway; only the network between them is not."""
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,7 +14,7 @@ import batchrunner
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.launched.fleet import LaunchedFleet
 from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of, rows_in, write_rows
-from tests.support.engine_processes import START_S
+from tests.support.engine_processes import START_S, command_line, descendants_of
 from tests.support.real_gateway import KEY_VARIABLE, RealGateway
 from tests.support.tiny_model import make_tiny_llama
 
@@ -30,19 +32,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
 
 
+BOOTSTRAP_PORT = free_port()
+Halves = dict[str, LaunchedFleet]
+
+
 @pytest.fixture(scope="module")
-def gateway(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
-    """A gateway before a prefill and a decode worker."""
-    bootstrap_port = free_port()
+def halves(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Halves]:
+    """A prefill and a decode worker, which are restarted when they die."""
     arguments: dict[str, dict[str, Any]] = {
-        "prefill": {"disaggregation-bootstrap-port": bootstrap_port},
+        "prefill": {"disaggregation-bootstrap-port": BOOTSTRAP_PORT},
         # By default, the decode worker wants 10 GB for the KV cache of retracted requests.
         "decode": {"disaggregation-decode-retraction-backup": "cpu_tensor"},
     }
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, ThreadPoolExecutor(2) as threads:
         patch.setenv(KEY_VARIABLE, KEY)
 
-        def start(half: str) -> str:
+        def start(half: str) -> LaunchedFleet:
             engine = {
                 "kind": "server", "model": str(tiny), "device": "cpu",
                 "args": {"disaggregation-mode": half, **TRANSFER, **arguments[half]},
@@ -52,18 +57,24 @@ def gateway(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
             opened = stack.enter_context(batchrunner.open_engine(engine, log_dir=log_dir))
             fleet = opened.shared.engine
             assert isinstance(fleet, LaunchedFleet)
-            return fleet.servers[0].url
+            return fleet
 
-        prefill, decode = threads.map(start, arguments)
-        gateway = RealGateway(
-            *("--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode),
-            *("--policy", "round_robin", "--load-monitor-interval", "1"),
-            *("--disable-retries", "--disable-circuit-breaker", "--disable-worker-overload-protection"),
-            key=KEY,
-        )
-        stack.callback(gateway.end)
-        eventually(lambda: gateway.reporting() == {prefill, decode}, START_S)
-        yield gateway
+        yield dict(zip(arguments, threads.map(start, arguments), strict=True))
+
+
+@pytest.fixture(scope="module")
+def gateway(halves: Halves) -> Iterator[RealGateway]:
+    """A gateway before both workers."""
+    prefill, decode = (halves[half].servers[0].url for half in ("prefill", "decode"))
+    gateway = RealGateway(
+        *("--pd-disaggregation", "--prefill", prefill, str(BOOTSTRAP_PORT), "--decode", decode),
+        *("--policy", "round_robin", "--load-monitor-interval", "1"),
+        *("--disable-retries", "--disable-circuit-breaker", "--disable-worker-overload-protection"),
+        key=KEY,
+    )
+    eventually(lambda: gateway.reporting() == {prefill, decode}, START_S)
+    yield gateway
+    gateway.end()
 
 
 def _expected(model_path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -126,3 +137,29 @@ def test_what_is_refused(gateway: RealGateway, tmp_path: Path, monkeypatch: pyte
     job = job_of(tmp_path, engine, **parts, sampling={"max_new_tokens": 4})
     report = batchrunner.run(job)
     assert (report.rows_ok, report.rows_failed) == (2, 1)
+
+
+def test_the_decode_worker_is_killed(
+    gateway: RealGateway, halves: Halves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again, and each row ends once."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    job = job_of(
+        tmp_path, {"kind": "gateway", "url": gateway.url}, rows=200, window=16, output={"part_rows": 10},
+        sampling={"max_new_tokens": 24, "ignore_eos": True, "temperature": 0},
+    )  # fmt: skip
+
+    def kill() -> None:
+        parts = Path(job["output"]["path"]) / "parts"
+        eventually(lambda: len(list(parts.glob("*.parquet"))) >= 4, START_S)
+        launcher = halves["decode"].servers[0]._process
+        assert launcher is not None
+        schedulers = [pid for pid in descendants_of(launcher.pid) if "sglang::scheduler" in command_line(pid)]
+        os.kill(schedulers[0], signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as thread:
+        killing = thread.submit(kill)
+        report = batchrunner.run(job)
+        killing.result()
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 200, 0)
+    assert rows_in(job) == list(range(200))

@@ -148,14 +148,15 @@ def grpc_worker(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_workers_that_speak_grpc(grpc_worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts, token ids, chats and schemas pass; adapters and logprobs are refused before a row is sent."""
+    """Texts and chats pass; what the gateway would drop is refused before a row is sent."""
     gateway = RealGateway("--policy", "cache_aware", "--worker-urls", grpc_worker)
     monkeypatch.setenv(KEY_VARIABLE, gateway.key)
     sampling = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 7}
     engine = {"kind": "gateway", "url": gateway.url}
     try:
         eventually(lambda: gateway.listed().keys() == {grpc_worker})
-        prompts: dict[str, Any] = {"text": {"text": "text"}, "chat": {"user": "{{ text }}"}}
+        chat = {"prompt": {"user": "{{ text }}"}}
+        prompts: dict[str, Any] = {"text": {"text": "text"}, "chat": chat["prompt"]}
         for name, prompt in prompts.items():
             job = job_of(
                 tmp_path, engine, rows=20, prompt=prompt, sampling=sampling,
@@ -165,10 +166,17 @@ def test_workers_that_speak_grpc(grpc_worker: str, tmp_path: Path, monkeypatch: 
             assert (report.exit_code, report.rows_ok) == (0, 20)
             assert all(row["completion_tokens"] == 12 and row["prompt_tokens"] for row in results_of(job))
             assert any("speaks gRPC" in note for note in report.engine["notes"])
-        for changes, reason in (
+        refused: list[tuple[dict[str, Any], str]] = [
             ({"output": {"columns": ["logprobs"]}}, "tokens without their texts"),
             ({"sampling": {"lora_path": "adapter"}}, "drops the adapter's name"),
-        ):
+            ({"sampling": {"logit_bias": {"5": -100}}}, "logit_bias: .* drops this parameter"),
+            (
+                {**chat, "sampling": {"min_new_tokens": 2}},
+                "min_new_tokens: .* drops this parameter of a chat",
+            ),
+            ({**chat, "output": {"columns": ["output_ids"]}}, "output_ids: .* no token ids of chats"),
+        ]
+        for changes, reason in refused:
             job = job_of(tmp_path, engine, **changes)
             with pytest.raises(batchrunner.BatchrunError, match=reason):
                 batchrunner.run(job)

@@ -29,6 +29,7 @@ from tests.e2e.test_batch_files import CHAT, request_of
 from tests.e2e.test_refused_rows import WRONG as WRONG_ANSWERS
 from tests.support.blocks import blocks_of
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.real_gateway import RealGateway, two_workers
 from tests.support.server_thread import PATIENCE_S
 
 LIFE = ["validating", "in_progress", "finalizing", "completed"]
@@ -132,6 +133,32 @@ def test_a_replica_that_fails_everything(tmp_path: Path) -> None:
                 assert (what, batch.request_counts.to_dict()) == (what, counts)
                 assert wrong.sent
                 wrong.forget(clients_stay=True)
+
+
+@pytest.mark.gateway
+@pytest.mark.usefixtures("quiet_fakes")
+def test_an_engine_behind_a_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches outlive the gateway, and one for an endpoint that the gateway lacks is refused."""
+    gateway = RealGateway("--policy", "consistent_hashing", "--disable-circuit-breaker")
+    with two_workers(gateway, monkeypatch) as workers:
+        base = tmp_path / "base.yaml"
+        base.write_text(f"engine: {{kind: gateway, url: '{gateway.url}', route: gateway}}")
+        with serving(tmp_path / "d", engine=str(base)) as server:
+            file = server.upload(requests_of(60))
+            with pytest.raises(openai.BadRequestError, match=r"supported are [^.]*/v1/responses\."):
+                server.begin(file, endpoint="/v1/score")
+            for worker in workers:
+                worker.script = lambda _: "hold"
+            batch = server.begin(file)
+            eventually(lambda: all("question" in str(worker.prompts) for worker in workers))
+            gateway.restart()
+            for worker in workers:
+                worker.script = lambda _: "answer"
+                worker.ask_again()
+            gateway.use(*(worker.url for worker in workers))
+            batch = server.ended(batch)
+            assert sorted(map(number_of, server.lines_of(batch.output_file_id))) == list(range(60))
+    gateway.end()
 
 
 @pytest.mark.parametrize("users", [False, True])

@@ -13,6 +13,7 @@ import batchrunner
 from batchrunner.core.errors import AnotherModelError
 from batchrunner.core.timing import TIMING
 from batchrunner.job.call import job_of_batch
+from batchrunner.report.report import Report
 from tests.conftest import (
     eventually,
     job_of,
@@ -51,6 +52,14 @@ def unkeyed() -> Iterator[RealGateway]:
     gateway.end()
 
 
+@pytest.fixture(scope="module")
+def reading() -> Iterator[RealGateway]:
+    """A gateway that reads requests to choose their worker, as by default."""
+    gateway = RealGateway("--policy", "cache_aware", "--disable-retries", "--disable-circuit-breaker")
+    yield gateway
+    gateway.end()
+
+
 @pytest.fixture
 def workers(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +80,19 @@ def through(gateway: RealGateway) -> dict[str, Any]:
 def rows_at(worker: FakeSGLang) -> list[str]:
     """Return the prompts of the rows that reached a worker, without the requests that look for keys."""
     return [sent.prompt for sent in worker.sent if "row" in sent.prompt]
+
+
+def batch_of(directory: Path, gateway: RealGateway, *lines: tuple[str, dict[str, Any]]) -> Report:
+    """Run a batch file with requests of these endpoints and bodies through a gateway."""
+    requests = [
+        {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+        for number, (url, body) in enumerate(lines)
+    ]
+    path = directory / "batch.jsonl"
+    path.write_text("\n".join(map(json.dumps, requests)))
+    base = write_job({"engine": through(gateway)}, directory)
+    job = job_of_batch(str(path), str(directory / "run"), engine=[str(base)], overrides=[])
+    return batchrunner.run(job)
 
 
 @pytest.mark.parametrize("workers", ["keyed", "unkeyed"], indirect=True)
@@ -107,18 +129,110 @@ def test_no_answer_is_watched(tmp_path: Path, workers: Workers, on_repetition: s
 def test_a_thinking_budget_that_workers_would_ignore(tmp_path: Path, workers: Workers) -> None:
     """A request of a batch file that has one fails with the reason, and is not sent."""
     gateway, *servers = workers
-    lines = [
-        {"custom_id": f"r{row}", "method": "POST", "url": "/v1/chat/completions", "body": {
-            "model": "fake/model", "messages": [{"role": "user", "content": f"row {row}"}], **more}}
+    chats = [
+        {"model": "fake/model", "messages": [{"role": "user", "content": f"row {row}"}], **more}
         for row, more in enumerate(({"reasoning": {"max_tokens": 50}}, {}))
     ]  # fmt: skip
-    path = tmp_path / "batch.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    base = write_job({"engine": through(gateway)}, tmp_path)
-    job = job_of_batch(str(path), str(tmp_path / "run"), engine=[str(base)], overrides=[])
-    report = batchrunner.run(job)
+    report = batch_of(tmp_path, gateway, *(("/v1/chat/completions", chat) for chat in chats))
     assert (report.rows_ok, report.rows_failed) == (1, 1)
     assert "max_thinking_tokens: the server runs without --reasoning-parser" in str(report.failures)
+    assert [prompt for server in servers for prompt in rows_at(server)] == ["row 1"]
+
+
+PARAMETERS: dict[str, Any] = {
+    "logit_bias": {"5": -100.0}, "stop_regex": "a+", "spaces_between_special_tokens": False,
+    "structural_tag": '{"structures": [], "triggers": []}',
+}  # fmt: skip
+"""Sampling parameters that a gateway drops from requests to `/generate` if it reads them."""
+
+
+@pytest.mark.parametrize("workers", ["reading", "keyed"], indirect=True)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_sampling_parameter_that_the_gateway_may_drop(tmp_path: Path, workers: Workers, name: str) -> None:
+    """It reaches the workers unchanged, or the job is refused before a row is sent."""
+    gateway, *servers = workers
+    job = job_of(tmp_path, through(gateway), rows=4, sampling={name: PARAMETERS[name]})
+    is_dropped = gateway.reads_requests
+    error = run_job(job, tmp_path, code=2 if is_dropped else 0).stderr
+    sent = [sent for server in servers for sent in server.sent if "row" in sent.prompt]
+    if is_dropped:
+        assert f"sampling.{name}: the engine does not support this: the gateway reads requests" in error
+        assert not sent
+    else:
+        assert [row.body["sampling_params"][name] for row in sent] == [PARAMETERS[name]] * 4
+
+
+@pytest.mark.parametrize("workers", ["reading"], indirect=True)
+def test_chats_of_a_gateway_that_reads_requests(tmp_path: Path, workers: Workers) -> None:
+    """Parameters that it passes in chats reach the workers, and values that it refuses end the start."""
+    gateway, *servers = workers
+    chat = {"prompt": {"user": "{{ text }}"}}
+    sampling = {name: PARAMETERS[name] for name in ("logit_bias", "stop_regex")}
+    report = batchrunner.run(job_of(tmp_path, through(gateway), rows=4, **chat, sampling=sampling))
+    assert (report.exit_code, report.rows_ok) == (0, 4)
+    sent = [sent.body for server in servers for sent in server.sent if "messages" in sent.body]
+    assert [{name: body[name] for name in sampling} for body in sent] == [sampling] * 4
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"sampling": {"n": 16}}, "sampling.n: the engine takes at most 10 in a chat"),
+        ({"sampling": {"stop": list("abcde")}}, "sampling.stop: the engine takes at most 4 in a chat"),
+        (
+            {"output": {"columns": ["top_logprobs"], "top_logprobs": 30}},
+            "output.top_logprobs: the engine takes at most 20 in a chat",
+        ),
+        (
+            {"sampling": {"structural_tag": PARAMETERS["structural_tag"]}},
+            "sampling.structural_tag: the engine does not support this: the gateway reads requests",
+        ),
+    ]
+    for change, error in changes:
+        job = job_of(tmp_path, through(gateway), rows=4, **chat, **change)
+        assert error in run_job(job, tmp_path, "--fresh", code=2).stderr
+    assert len([sent for server in servers for sent in server.sent if "messages" in sent.body]) == 4
+
+
+@pytest.mark.parametrize("workers", ["reading"], indirect=True)
+def test_a_function_that_sets_what_the_gateway_drops(tmp_path: Path, workers: Workers) -> None:
+    """Only the row fails, and is not sent, because the job itself does not have the parameter."""
+    gateway, *servers = workers
+
+    async def talk(row: dict[str, Any], generate: Any) -> dict[str, str]:
+        bias = {"5": 1.0} if row["id"] == 1 else None
+        return {"said": (await generate(row["text"], logit_bias=bias)).text}
+
+    job = job_of(tmp_path, through(gateway), rows=3, prompt={"rollout": talk})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed) == (2, 1)
+    assert "sampling.logit_bias: the gateway reads requests" in str(report.failures)
+    assert sorted(prompt for server in servers for prompt in rows_at(server)) == ["row 0", "row 2"]
+
+
+@pytest.mark.parametrize("workers", ["reading", "keyed"], indirect=True)
+def test_an_adapter_that_a_batch_file_names(tmp_path: Path, workers: Workers) -> None:
+    """It answers chats and completions, and requests for which SGLang would ignore it are refused."""
+    gateway, *servers = workers
+    model = "fake/model:adapter"
+    report = batch_of(
+        tmp_path, gateway,
+        ("/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": "row 0"}]}),
+        ("/v1/completions", {"model": model, "prompt": "row 1"}),
+        ("/v1/responses", {"model": model, "input": "row 2"}),
+    )  # fmt: skip
+    assert (report.rows_ok, report.rows_failed) == (2, 1)
+    assert "/v1/responses takes no LoRA adapter through a gateway" in str(report.failures)
+    bodies = [sent.body for server in servers for sent in server.sent if "row" in sent.prompt]
+    assert [(body["model"], body["lora_path"]) for body in bodies] == [("fake/model", "adapter")] * 2
+
+
+def test_scores_in_a_batch_file(tmp_path: Path, workers: Workers) -> None:
+    """The gateway has no path for them, so that each fails with a reason that names another way."""
+    gateway, *servers = workers
+    report = batch_of(
+        tmp_path, gateway,
+        ("/v1/score", {"model": "m", "query": "row 0", "items": ["a"], "label_token_ids": [1]}),
+        ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "row 1"}]}),
+    )  # fmt: skip
+    assert (report.rows_ok, report.rows_failed) == (1, 1)
+    assert "a gateway does not pass on /v1/score: set engine.route: workers" in str(report.failures)
     assert [prompt for server in servers for prompt in rows_at(server)] == ["row 1"]
 
 

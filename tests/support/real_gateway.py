@@ -23,6 +23,8 @@ class RealGateway:
         self.key = key or secrets.token_hex(8)
         self.url = f"http://127.0.0.1:{free_port()}"
         self._arguments = arguments
+        self.reads_requests = "cache_aware" in arguments
+        """Whether its policy needs the prompts, so that it writes requests anew."""
         self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"})
         self.process = self._start()
         eventually(self._is_up, 60)

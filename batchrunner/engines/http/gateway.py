@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -37,9 +37,10 @@ from batchrunner.core.errors import (
     RowRefusedError,
     UnreachedError,
 )
+from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.server_replies import error_of
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Request, RequestBody
+from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, SCORE_PATH, Request, RequestBody
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.client import HttpEngine
@@ -66,6 +67,7 @@ from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.input.request_bodies import fields_of
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.output import OF_TOKENS
+from batchrunner.job.sampling import THINKING
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.sglang.model_files import vocabulary_of
@@ -117,12 +119,20 @@ LIMIT_CODES = (
 )
 """Prefixes of the error codes of a request that the gateway refuses because of its own limits, such as its
 queue or the quota of a tenant."""
-_NO_TEXTS = "the gateway's workers speak gRPC, for which the gateway returns tokens without their texts"
+_GRPC = "the gateway's workers speak gRPC, for which the gateway "
+_NO_TEXTS = f"{_GRPC}returns tokens without their texts"
+_DROPS_ADAPTER = f"{_GRPC}drops the adapter's name"
 GRPC_UNSUPPORTED: Mapping[str, str] = {
-    "sampling.lora_path": "the gateway's workers speak gRPC, for which the gateway drops the adapter's name",
+    "sampling.lora_path": _DROPS_ADAPTER,
     **dict.fromkeys(OF_TOKENS, _NO_TEXTS),
 }
 """Parts of a job that gRPC workers cannot do, and why."""
+GRPC_UNSUPPORTED_IN_CHATS: Mapping[str, str] = {"output_ids": f"{_GRPC}returns no token ids of chats"}
+"""Parts of a job that gRPC workers cannot do in chats, and why."""
+GRPC_UNSUPPORTED_ELSEWHERE: Mapping[str, str] = {
+    f"prompt.{field}": f"{_GRPC}drops the files of a prompt that is no chat" for field in KIND_OF_FIELD
+}
+"""Parts of a job that gRPC workers cannot do in prompts that are no chats, and why."""
 ONE_COMPLETION = (
     "with prefill and decode apart, SGLang does not answer a request for several completions (0.5.23)"
 )
@@ -130,6 +140,47 @@ ONE_COMPLETION = (
 cache, and wait for it forever (https://github.com/sgl-project/sglang/pull/30723)."""
 DISAGGREGATION_UNSUPPORTED: Mapping[str, str] = {"sampling.n": ONE_COMPLETION}
 """Parts of a job that prefill and decode workers cannot do, and why."""
+
+
+class LostParameters(NamedTuple):
+    """Sampling parameters that do not reach the workers, and why; by the name of the parameter."""
+
+    in_chats: Mapping[str, str]
+    elsewhere: Mapping[str, str]
+
+
+_READS = (
+    "the gateway reads requests to choose a worker, and {} (to change that, start it with --policy "
+    "consistent_hashing and without prefill and decode workers, or set engine.route: workers)"
+)
+NOTHING_LOST = LostParameters({}, {})
+"""Lost parameters of a gateway that passes requests on without reading them."""
+LOST_BY_READING = LostParameters(
+    in_chats={"structural_tag": _READS.format("refuses structural tags")},
+    elsewhere=dict.fromkeys(
+        ("logit_bias", "spaces_between_special_tokens", "stop_regex", "structural_tag"),
+        _READS.format("drops this parameter of a prompt that is no chat"),
+    ),
+)
+"""Lost parameters of a gateway that reads requests, such as for prefix caches, and writes them anew
+(smg 1.13)."""
+_LOST_BY_GRPC = dict.fromkeys(
+    (*LOST_BY_READING.elsewhere, "custom_params", THINKING), f"{_GRPC}drops this parameter"
+)
+LOST_BY_GRPC = LostParameters(
+    in_chats=_LOST_BY_GRPC | {"min_new_tokens": f"{_GRPC}drops this parameter of a chat"},
+    elsewhere=_LOST_BY_GRPC,
+)
+"""Lost parameters of gRPC workers (smg 1.13, smg-grpc-proto 0.4). A seed is dropped too, which SGLang would
+ignore unless its server is deterministic."""
+LOST_FIELDS = frozenset({"custom_params", "logit_bias", "lora_path", "min_tokens", "stop_regex"})
+"""Fields of requests in batch files that the gateway drops for gRPC workers."""
+CHAT_LIMITS: Mapping[str, int] = {"sampling.n": 10, "sampling.stop": 4, "output.top_logprobs": 20}
+"""Largest values in chats that a gateway accepts if it reads requests (smg 1.13)."""
+NO_SCORES = f"a gateway does not pass on {SCORE_PATH}: set engine.route: workers, or give the workers' URLs"
+"""Reason why a gateway gets no requests for scores, which a batch file may have."""
+TAKE_ADAPTERS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+"""Endpoints of batch files at which SGLang reads a LoRA adapter in the field `lora_path`."""
 
 
 class _GatewayError(msgspec.Struct):
@@ -374,6 +425,10 @@ class ThroughGateway(HttpEngine):
         """Whether the log has a warning that the gateway sent a row to a wrong worker."""
         self._is_disaggregated = False
         """Whether prefill and decode run on different workers (PD disaggregation)."""
+        self._speaks_grpc = False
+        """Whether any worker speaks gRPC."""
+        self._lost = NOTHING_LOST
+        """Sampling parameters that do not reach the workers."""
         self._disaggregated_load = LoadEstimate()
         """Load of all prefill and decode workers together."""
         self._has_warned_of_circuit = False
@@ -419,7 +474,12 @@ class ThroughGateway(HttpEngine):
         self._vocabulary = vocabulary_of(str(model_info["model_path"]))
         check_task(self._task, model_info, subject=f"{self.url}: serves {model_info['model_path']}")
         self._is_disaggregated = any(worker.is_decode for worker in workers)
+        self._speaks_grpc = any(worker.is_grpc for worker in workers)
         await self._open_routes(workers, server_info)
+        if self._speaks_grpc:
+            self._lost = LOST_BY_GRPC
+        elif self._is_disaggregated or not await self._passes_on_unread():
+            self._lost = LOST_BY_READING
         why_one_by_one = next(
             (f"{worker.url} {worker.why_gateway_only}" for worker in workers if worker.why_gateway_only), None
         )
@@ -437,7 +497,10 @@ class ThroughGateway(HttpEngine):
             one_by_one=why_one_by_one or info.one_by_one,
             only_short_share=f"{DROPS_INTERVAL}, and a bundle has an event for each token",
             prefix_rows_alone=not self._has_keys,
-            unsupported=self._unsupported(workers),
+            unsupported=self._unsupported(),
+            unsupported_in_chats=self._unsupported_in_chats(),
+            unsupported_elsewhere=self._unsupported_elsewhere(),
+            chat_limits={} if self._lost is NOTHING_LOST else CHAT_LIMITS,
             notes=(self._note(workers), f"connections limited by {limited_by}", *info.notes),
         )
 
@@ -459,14 +522,24 @@ class ThroughGateway(HttpEngine):
             endpoint.arguments = server_info
         self.serving = [*self.endpoints.values()]
 
-    def _unsupported(self, workers: Sequence[GatewayWorker]) -> dict[str, str]:
-        """Return the parts of a job that the workers cannot do, and why."""
-        unsupported = dict[str, str]()
-        if any(worker.is_grpc for worker in workers):
+    def _unsupported(self) -> dict[str, str]:
+        """Return the parts of a job that the gateway or its workers cannot do, and why."""
+        unsupported = {SCORE_PATH: NO_SCORES}
+        if self._speaks_grpc:
             unsupported |= GRPC_UNSUPPORTED
         if self._is_disaggregated:
             unsupported |= DISAGGREGATION_UNSUPPORTED
         return unsupported
+
+    def _unsupported_in_chats(self) -> dict[str, str]:
+        """Return the parts of a job that do not work in chats, and why."""
+        lost = _as_parts(self._lost.in_chats)
+        return {**lost, **GRPC_UNSUPPORTED_IN_CHATS} if self._speaks_grpc else lost
+
+    def _unsupported_elsewhere(self) -> dict[str, str]:
+        """Return the parts of a job that do not work in prompts that are no chats, and why."""
+        lost = _as_parts(self._lost.elsewhere)
+        return {**lost, **GRPC_UNSUPPORTED_ELSEWHERE} if self._speaks_grpc else lost
 
     def _note(self, workers: Sequence[GatewayWorker]) -> str:
         """Return a note for the user: why rows go through the gateway, and who chooses their worker."""
@@ -532,25 +605,65 @@ class ThroughGateway(HttpEngine):
         )
 
     def _refuse_unsendable(self, request: Request) -> None:
-        """Raise RowRefusedError for a row of a batch file that would get no answer; see `ONE_COMPLETION`.
+        """Raise RowRefusedError for a row that would get no answer, or the answer to another request.
 
-        A job's own `sampling.n` is refused earlier (DISAGGREGATION_UNSUPPORTED).
+        What the job itself sets is refused earlier; see `_unsupported`.
         """
         super()._refuse_unsendable(request)
-        if self._is_disaggregated and request.kind == "body":
-            field_n = fields_of(request.prompt.content).get("n")
-            completions = None if field_n is None else msgspec.json.decode(field_n)
-            if isinstance(completions, int) and completions > 1:
-                raise RowRefusedError(f"n: {ONE_COMPLETION}")
+        if request.kind == "body":
+            self._refuse_body(request.prompt)
+            return
+        # A function of the job may make prompts of several kinds, and set parameters that the job lacks.
+        lost = self._lost.in_chats if request.kind == "messages" else self._lost.elsewhere
+        for name in lost.keys() & request.sampling.keys():
+            raise RowRefusedError(f"sampling.{name}: {lost[name]}")
+
+    def _refuse_body(self, body: RequestBody) -> None:
+        """Raise RowRefusedError for a request of a batch file; see `_refuse_unsendable`."""
+        if body.path == SCORE_PATH:
+            raise RowRefusedError(NO_SCORES)
+        if self._adapter_in(body):
+            if self._speaks_grpc:
+                raise RowRefusedError(f"model {body.model!r}: {_DROPS_ADAPTER}")
+            if body.path not in TAKE_ADAPTERS:
+                raise RowRefusedError(
+                    f"model {body.model!r}: {body.path} takes no LoRA adapter through a gateway: "
+                    f"use {CHAT_PATH}"
+                )
+        if not (self._is_disaggregated or self._speaks_grpc):
+            return
+        fields = {name: value for name, value in fields_of(body.content).items() if bytes(value) != b"null"}
+        completions = msgspec.json.decode(fields.get("n", b"1"))
+        if self._is_disaggregated and isinstance(completions, int) and completions > 1:
+            raise RowRefusedError(f"n: {ONE_COMPLETION}")
+        for name in sorted(LOST_FIELDS & fields.keys()) if self._speaks_grpc else ():
+            raise RowRefusedError(f"{name}: {_GRPC}drops this field")
+
+    def _adapter_in(self, body: RequestBody) -> str | None:
+        """Return the LoRA adapter in a row's model name, which is `model:adapter`; None without one."""
+        name = body.model
+        return None if name is None or name in self._model_names else name.partition(":")[2] or None
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:  # noqa: ARG002
         """Return None, because a gateway does not pass on `/v1/tokenize` to its workers."""
         return None
 
+    async def _reply_to(self, endpoint: Endpoint, request: Request) -> bytes | list[bytes]:
+        """Send one request; see `HttpEngine`.
+
+        A gateway finds workers by the whole name of a model, so an adapter in the name becomes a field.
+        """
+        if request.kind == "body" and (adapter := self._adapter_in(request.prompt)):
+            content = wire.with_fields(request.prompt.content, {"lora_path": adapter})
+            request = request._replace(prompt=request.prompt._replace(content=content))
+        return await super()._reply_to(endpoint, request)
+
     async def _name_to_send(self, endpoint: Endpoint, body: RequestBody) -> str | None:  # noqa: ARG002
         """Return the model name that the gateway knows; warn once for each unknown name in the rows."""
         name = body.model
-        if name is not None and name not in self._model_names and name not in self._names_to_send:
+        if name is None or self._adapter_in(body):
+            return self._model_id
+        if name not in self._model_names and name not in self._names_to_send:
             log.warning("requests for the model %r are answered by %s", name, self._model_id)
             self._names_to_send[name] = self._model_id
         return self._model_id
@@ -879,13 +992,22 @@ class ThroughGateway(HttpEngine):
             raise _KeysIgnoredError
         return answered_by is not None
 
-    async def _worker_of(self, key: str) -> str | None:
+    async def _passes_on_unread(self) -> bool:
+        """Tell whether a worker gets requests as they are, which depends on the gateway's policy.
+
+        A gateway that reads requests refuses a negative seed itself.
+        """
+        return await self._worker_of("any", sampling_seed=-1) is not None
+
+    async def _worker_of(self, key: str, **sampling: int) -> str | None:
         """Return the URL of the worker to which a key leads; None if no worker answers.
 
-        The request has an invalid temperature, so the worker refuses it at once.
+        The request has an invalid temperature, so the worker refuses it at once. `sampling` are further
+        sampling parameters.
         """
         assert self._question_session is not None
-        body = {"model": self._model_id, "input_ids": [1], "sampling_params": {"temperature": -1}}
+        parameters = {"temperature": -1, **sampling}
+        body = {"model": self._model_id, "input_ids": [1], "sampling_params": parameters}
         url = URL(self.url + wire.GENERATE_PATH)
         sender = PostSender(self._question_session, url, headers={self._routing_key_header: key})
         try:
@@ -902,6 +1024,11 @@ class ThroughGateway(HttpEngine):
             self._key_search.cancel()
             await asyncio.gather(self._key_search, return_exceptions=True)
         await super().close()
+
+
+def _as_parts(lost: Mapping[str, str]) -> dict[str, str]:
+    """Return lost sampling parameters by the part of the job, such as `sampling.stop_regex`."""
+    return {f"sampling.{name}": why for name, why in lost.items()}
 
 
 def _rows_of(endpoint: Endpoint) -> int:

@@ -91,6 +91,10 @@ class LaunchedFleet(HttpEngine):
         cpu = on_cpu(spec.device)
         if cpu and spec.device == "auto":
             _refuse_several_gpus(spec)
+        if spec.gateway:
+            from batchrunner.engines.launched.gateway import check_installed  # noqa: PLC0415 - for few jobs
+
+            await asyncio.to_thread(check_installed, spec.python)
         # The limit is raised before the servers start, because they inherit it.
         raise_file_limit()
         if spec.heal or self._shape:

@@ -17,7 +17,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.gateway_workers import GatewayQuestions, GatewayWorker
 from batchrunner.engines.launched.server import end_launched, launch
-from batchrunner.sglang.device import program_environment
+from batchrunner.sglang.device import output_of, program_environment
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,21 @@ protection is off: by default, a replica with 8 waiting requests gets no more, b
 waiting at each replica. Load reports are at most 1 s old, for runs that send rows through the gateway."""
 START_S = 120.0
 """Maximum number of seconds until the gateway lists all replicas."""
+
+
+def check_installed(python: str | None) -> None:
+    """Raise EngineStartError if the interpreter `python` has no gateway.
+
+    To load the model of the servers takes minutes, so this is checked before they start.
+    """
+    interpreter = python or sys.executable
+    command = [interpreter, "-c", "import importlib.util; print(importlib.util.find_spec('smg') is None)"]
+    # An interpreter that cannot be run is reported when a server starts.
+    if output_of(command, TIMING.server_open, program_environment({})).strip() == "True":
+        raise EngineStartError(
+            f"engine.gateway: {interpreter} has no module smg",
+            hint="install it for this interpreter: pip install smg",
+        )
 
 
 class LaunchedGateway:
@@ -62,8 +77,7 @@ class LaunchedGateway:
             while not {worker.url for worker in await _listed(questions)} >= {*replicas}:
                 if self._process is None or self._process.returncode is not None:
                     raise EngineStartError(
-                        f"engine.gateway: smg did not start with {self._python} [{self._log_path}]",
-                        hint="install smg for this interpreter: pip install smg",
+                        f"engine.gateway: smg did not start with {self._python} [{self._log_path}]"
                     )
                 if asyncio.get_running_loop().time() > deadline:
                     raise EngineStartError(

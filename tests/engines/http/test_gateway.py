@@ -126,8 +126,8 @@ class FakeGateway:
                 body = await request.json()
                 key = request.headers.get(self.key_header)
                 self.asked += 1
-                chosen = key if self.keeps and key else str(self.asked)
-                worker = self.workers[sum(chosen.encode()) % len(self.workers)]["url"]
+                chosen = sum(key.encode()) if self.keeps and key else self.asked
+                worker = self.workers[chosen % len(self.workers)]["url"]
                 headers = {"x-smg-routed-worker-id": worker}
                 if worker == self.held:
                     self.hangs.set()
@@ -324,6 +324,34 @@ async def test_several_completions_of_a_row_of_a_batch_file() -> None:
         body = RequestBody(CHAT_PATH, b'{"messages": [], "n": 2}', "m", 0)
         row = request(0, "")._replace(kind="body", prompt=body, sampling={})
         with pytest.raises(RowRefusedError, match="n: with prefill and decode apart"):
+            await engine.generate(row, info.routes[0])
+        assert not gateway.sent
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "reason"),
+    [
+        (b'{"messages": [], "logit_bias": {"5": 1}}', "m", "logit_bias: the gateway's workers speak gRPC"),
+        (b'{"messages": [], "lora_path": "a"}', "m", "lora_path: the gateway's workers speak gRPC"),
+        (b'{"messages": []}', "m:a", "model 'm:a': the gateway's workers speak gRPC"),
+        (b'{"messages": [], "logit_bias": null}', "m", None),
+    ],
+)
+async def test_workers_that_speak_grpc(body: bytes, model: str, reason: str | None) -> None:
+    """A request of a batch file is not sent if the gateway would drop a part of it; nor files of a text."""
+    gateway = FakeGateway()
+    for worker in gateway.workers:
+        worker["connection_mode"] = "grpc"
+    async with opened(gateway) as engine:
+        info = await engine.open()
+        assert "drops the files" in info.unsupported_elsewhere["prompt.images"]
+        assert "prompt.images" not in info.unsupported_in_chats
+        prompt = RequestBody(CHAT_PATH, body, model, 0)
+        row = request(0, "")._replace(kind="body", prompt=prompt, sampling={})
+        if reason is None:
+            engine._refuse_unsendable(row)
+            return
+        with pytest.raises(RowRefusedError, match=reason):
             await engine.generate(row, info.routes[0])
         assert not gateway.sent
 
