@@ -99,7 +99,7 @@ async def test_cancelling_a_table(server: FakeSGLang) -> None:
     reads = threading.Event()
 
     def rows() -> Iterator[str]:
-        for number in range(1000):
+        for number in range(20_000):  # for a quarter of an hour
             yield f"row {number}"
             reads.set()
             time.sleep(0.05)
@@ -114,7 +114,7 @@ async def test_cancelling_a_table(server: FakeSGLang) -> None:
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 300
         assert len(server.sent) == 2
         server.answer_held()
         assert (await batchrunner.agenerate(["c"], engine=engine)).num_rows == 1

@@ -107,12 +107,12 @@ def test_what_starts_no_more_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_stop_waits_for_no_restart(tmp_path: Path) -> None:
     """Rows that wait for the server are left for the next start."""
-    job = slotted(tmp_path, 10 * ROWS, environ={"AT_START": "if slots > 4: time.sleep(100)"})
+    job = slotted(tmp_path, 10 * ROWS, environ={"AT_START": "if slots > 4: time.sleep(900)"})
     job["limits"] |= {"deadline": 15}
     began = time.monotonic()
     run_job(job, tmp_path, code=1)
     assert starts_of(tmp_path)[1] > 4
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300
     assert report_of(job)["rows_failed"] == 0
 
 

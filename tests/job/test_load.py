@@ -122,6 +122,8 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
     [
         ("windw=1", "unknown key 'windw': did you mean 'window'?"),
         ("sampling.max_tokens=1", "did you mean 'max_new_tokens'?"),
+        ("sampling.seed=1", "did you mean 'sampling_seed'?"),
+        ("prompt.template=x", "unknown key 'prompt.template': known: audio, chat_template_kwargs, choices, "),
         ("sampling.top_p.colum=1", "did you mean 'column'?"),
         ("engine={kind: server, model: m, ep: 2}", "(arguments of SGLang go into engine.args)"),
         (
