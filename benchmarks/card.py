@@ -1,30 +1,32 @@
-"""What one GPU gives: the runner beside plain SGLang and a bare loop, on models that people compare by.
+"""Throughput on one GPU: the runner beside plain SGLang and a bare loop, on models of published comparisons.
 
     python -m benchmarks.card --seconds 420 --tokenizer FOLDER --keep FOLDER
 
 A machine with a GPU may be at hand for some minutes only. Therefore the cases of `PLAN` are in the order of
 their importance, and each has the seconds that it is expected to take on an H200. The command measures the
 first case that results/card.json lacks and that fits into the remaining time, then the next one. It saves the
-results after each run, so the same command, given again, goes on with the next case. Names of cases as
-arguments restrict it to these cases.
+results after each run, so the same command continues with the next case when it is run again. Names of cases
+as arguments restrict it to these cases.
 
-A case has one server and one set of rows. Its runs follow one another, with an empty radix cache each:
+A case has one server and one set of rows. Each of its runs has a side, the client that sends the rows, and
+begins with an empty radix cache:
 
 - `runner`: batchrunner with `window: auto`; `single` is the same with one row in each request
 - `loop`: an aiohttp loop with 512 rows in flight
-- `once`: all rows in lists of 4,000 in one go, which the server splits up as `Engine.generate` does
+- `once`: all rows at once, in lists of 4,000, which the server splits up as `Engine.generate` does
 - `generate`: `Engine.generate` in one process, without a server
 
-The weights are dummies of the published shapes (`--load-format dummy`). They compute what real weights
-compute, and `ignore_eos` with an output length for each row makes up for the noise that they write. The cases
+The weights are dummies of the published shapes (`--load-format dummy`). They take as much computation as real
+weights. Their outputs are noise, so `ignore_eos` and an output length for each row set the lengths. The cases
 with texts need real weights, which must be beside the tokenizer.
 
-`--keep` gets the logs of the servers, and what the control law read. Without a GPU, a tiny model goes through
-the same steps in a small size, and nothing is saved.
+The logs of the servers, and the readings of the control law, are written to the directory `--keep`. Without a
+GPU, a tiny model goes through the same steps in a small size, and nothing is saved.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -62,13 +64,13 @@ CONTEXT = 8192
 """Context length of the servers, in tokens."""
 LONGEST = 4000
 """Maximum tokens of a prompt, and of an output."""
-LOOP = 512
-"""Rows that the loop has in flight."""
+LOOP_WINDOW = 512
+"""Rows that the side `loop` has in flight."""
 MOST_IN_A_LIST = 4000
 """Maximum rows in a request of the side `once`."""
-WARM_UP = 100
+WARM_UP_ROWS = 100
 """Number of rows that are sent before the first run of a case."""
-LEAST_S = 30.0
+LEAST_RUN_S = 30.0
 """No run begins with fewer seconds left."""
 CPU_SCALE = 0.05
 """Length of prompts and outputs without a GPU, relative to those on a GPU."""
@@ -82,9 +84,10 @@ CPU_ARGS: dict[str, Any] = {
 CPU_STOP_S = 240.0
 """Value of `stop_after_s` without a GPU. A server takes up to a minute to start."""
 DOCUMENTS = Path("data/docs.parquet").resolve()
-PASS = re.compile(r"^\[([\d-]+ [\d:]+)[^]]*\] (?:Decode|Prefill) batch.*#queue-req: (\d+)", re.MULTILINE)
+PASS_LINE = re.compile(r"^\[([\d-]+ [\d:]+)[^]]*\] (?:Decode|Prefill) batch.*#queue-req: (\d+)", re.MULTILINE)
 """Time and queue of a forward pass in a server's log."""
-WORK = ("prefill_passes", "running_mean", "cached_share", "prefilled_tokens", "retracted")
+WORK_FIGURES = ("prefill_passes", "running_mean", "cached_share", "prefilled_tokens", "retracted")
+"""Figures of a server's work (`work_of`) that are saved."""
 PACKAGES = ("sglang", "sglang-kernel", "torch", "triton", "transformers", "aiohttp", "uvloop", "pyarrow")
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
 """Configurations of the models, by name. Source: the models' config.json; `qwen3-next-small` has the
@@ -124,7 +127,7 @@ class Case:
     model: str
     rows: Tokens | Texts
     runs: Sequence[str]
-    """Side of each run, in the order in which they are measured."""
+    """Side of each run (see above), in the order in which the runs are measured."""
     seconds: float
     """Expected seconds on an H200, start of the server included."""
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -143,7 +146,7 @@ LONG_JOB = Tokens(rows=4000, prompt=(260, 250), output=(128, 50))
 QUESTIONS = Tokens(rows=1800, prompt=(60, 0), output=(32, 0), shared=2000, group=30)
 """60 documents with 30 questions each."""
 ONE_TOKEN = Tokens(rows=10_000, prompt=(60, 0), output=(1, 0))
-RECORD = {
+RECORD_SCHEMA = {
     "type": "object",
     "properties": {
         "topic": {"type": "string", "maxLength": 60},
@@ -154,25 +157,25 @@ RECORD = {
     "required": ["topic", "kind", "summary", "is_deprecated"],
     "additionalProperties": False,
 }
-RECORDS = Texts(rows=1500, prompt="Describe this text as JSON:\n\n{{ text }}", schema=RECORD)
+RECORDS = Texts(rows=1500, prompt="Describe this text as JSON:\n\n{{ text }}", schema=RECORD_SCHEMA)
 REWRITES = Texts(rows=1500, prompt="Write this text again, without mistakes:\n\n{{ text }}")
 SUMMARIES = Texts(rows=1500, prompt="Say in two sentences what this text is about:\n\n{{ text }}")
 POOL = {"max-total-tokens": 200_000}
 """A pool for about 600 rows of LONG_JOB."""
-GRAPHS = {"cuda-graph-max-bs-decode": 2048, "max-running-requests": 2048}
+LARGE_GRAPHS = {"cuda-graph-max-bs-decode": 2048, "max-running-requests": 2048}
 NGRAM = {"speculative-algorithm": "NGRAM", "max-running-requests": 256}
 RUNNER = ("runner",)
-THREE = ("runner", "loop", "once")
+ALL_CLIENTS = ("runner", "loop", "once")
 PLAN = {
     "qwen3-8b": Case(
-        model="qwen3-8b", rows=LONG_JOB, runs=(*THREE, "runner", "loop"), seconds=360, args=POOL
+        model="qwen3-8b", rows=LONG_JOB, runs=(*ALL_CLIENTS, "runner", "loop"), seconds=360, args=POOL
     ),
     "adapt": Case(
         model="qwen3-8b", rows=replace(LONG_JOB, rows=60_000), runs=RUNNER, seconds=350,
         is_launched_by_runner=True, stop_after_s=290,
     ),
     "order": Case(
-        model="qwen3-8b", rows=QUESTIONS, runs=THREE, seconds=210, args={"max-total-tokens": 60_000}
+        model="qwen3-8b", rows=QUESTIONS, runs=ALL_CLIENTS, seconds=210, args={"max-total-tokens": 60_000}
     ),
     "memory-at-start": Case(
         model="qwen3-8b", rows=replace(LONG_JOB, rows=500), runs=RUNNER, seconds=110,
@@ -209,10 +212,10 @@ PLAN = {
     "mixed-chunk": Case(
         model="qwen3-8b", rows=LONG_JOB, runs=RUNNER, seconds=110, args={**POOL, "enable-mixed-chunk": True}
     ),
-    "qwen3-0.6b": Case(model="qwen3-0.6b", rows=replace(TABLE, rows=3000), runs=THREE, seconds=240),
-    "smollm2-1.7b": Case(model="smollm2-1.7b", rows=replace(TABLE, rows=3000), runs=THREE, seconds=240),
+    "qwen3-0.6b": Case(model="qwen3-0.6b", rows=replace(TABLE, rows=3000), runs=ALL_CLIENTS, seconds=240),
+    "smollm2-1.7b": Case(model="smollm2-1.7b", rows=replace(TABLE, rows=3000), runs=ALL_CLIENTS, seconds=240),
     "smollm2-135m": Case(
-        model="smollm2-135m", rows=replace(TABLE, rows=8000), runs=THREE, seconds=420, args=GRAPHS
+        model="smollm2-135m", rows=replace(TABLE, rows=8000), runs=ALL_CLIENTS, seconds=420, args=LARGE_GRAPHS
     ),
     "qwen3-30b-a3b": Case(model="qwen3-30b-a3b", rows=TABLE, runs=RUNNER, seconds=300),
 }  # fmt: skip
@@ -220,21 +223,23 @@ PLAN = {
 
 def write_rows(path: Path, rows: Tokens) -> None:
     """Write the prompts and the output lengths of random rows."""
-    made = random.Random(SEED)
+    random_numbers = random.Random(SEED)
 
-    def ids(tokens: int) -> list[int]:
-        return made.choices(range(*VOCABULARY), k=tokens)
+    def random_ids(tokens: int) -> list[int]:
+        return random_numbers.choices(range(*VOCABULARY), k=tokens)
 
-    prefixes = [ids(rows.shared) for _ in range(-(-rows.rows // rows.group))]
-    prompts = [
-        [*prefixes[row // rows.group], *ids(lognormal(made, *rows.prompt, longest=LONGEST))]
-        for row in range(rows.rows)
-    ]
-    made.shuffle(prompts)
+    groups = math.ceil(rows.rows / rows.group)
+    prefixes = [random_ids(rows.shared) for _ in range(groups)]
+    prompts = []
+    for row in range(rows.rows):
+        length = lognormal(random_numbers, *rows.prompt, longest=LONGEST)
+        prompts.append([*prefixes[row // rows.group], *random_ids(length)])
+    random_numbers.shuffle(prompts)
+    output_lengths = [lognormal(random_numbers, *rows.output, longest=LONGEST) for _ in prompts]
     table = {
         "id": [f"row-{row:05d}" for row in range(rows.rows)],
         "input_ids": pa.array(prompts, pa.list_(pa.int32())),
-        "tokens": pa.array([lognormal(made, *rows.output, longest=LONGEST) for _ in prompts], pa.int32()),
+        "tokens": pa.array(output_lengths, pa.int32()),
     }
     pq.write_table(pa.table(table), path, row_group_size=1000)
 
@@ -253,39 +258,37 @@ def rows_of(job_file: str) -> tuple[dict[str, Any], list[list[int]], list[dict[s
     """Return a job, the prompts of its rows as token IDs, and the sampling parameters of each row."""
     job = json.loads(Path(job_file).read_text())
     rows = pq.read_table(job["input"]["path"]).to_pylist()
-    return (
-        job,
-        [row["input_ids"] for row in rows],
-        [{**job["sampling"], "max_new_tokens": row["tokens"]} for row in rows],
-    )
+    prompts = [row["input_ids"] for row in rows]
+    sampling = [{**job["sampling"], "max_new_tokens": row["tokens"]} for row in rows]
+    return job, prompts, sampling
 
 
 def post(job: Mapping[str, Any], bodies: Sequence[Mapping[str, Any]], window: int) -> dict[str, Any]:
     """Post the bodies with `window` requests in flight; return the time and the number of output tokens."""
     url = job["engine"]["urls"][0] + "/generate"
-    wall_s, contents = uvloop.run(
-        post_all(url, [*map(orjson.dumps, bodies)], window, os.environ[KEY_VARIABLE])
-    )
+    encoded_bodies = [orjson.dumps(body) for body in bodies]
+    wall_s, replies = uvloop.run(post_all(url, encoded_bodies, window, os.environ[KEY_VARIABLE]))
     tokens = 0
-    for content in contents:
-        answers = orjson.loads(content)
-        for answer in answers if isinstance(answers, list) else [answers]:
-            tokens += answer["meta_info"]["completion_tokens"]
+    for reply in replies:
+        content = orjson.loads(reply)
+        # A request with a list of prompts gets a list of answers.
+        answers = content if isinstance(content, list) else [content]
+        tokens += sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     return {"wall_s": wall_s, "tokens": tokens, "window": window}
 
 
 def loop(job_file: str) -> dict[str, Any]:
-    """Send one row in each request, with LOOP rows in flight."""
+    """Send one row in each request, with LOOP_WINDOW rows in flight."""
     job, prompts, sampling = rows_of(job_file)
     pairs = zip(prompts, sampling, strict=True)
     bodies = [{"input_ids": ids, "sampling_params": parameters} for ids, parameters in pairs]
-    return post(job, bodies, LOOP)
+    return post(job, bodies, LOOP_WINDOW)
 
 
 def warm_up(job_file: str) -> dict[str, Any]:
     """Send a few rows with a few output tokens, so that all kernels are compiled."""
     job, prompts, sampling = rows_of(job_file)
-    body = {"input_ids": prompts[:WARM_UP], "sampling_params": {**sampling[0], "max_new_tokens": 16}}
+    body = {"input_ids": prompts[:WARM_UP_ROWS], "sampling_params": {**sampling[0], "max_new_tokens": 16}}
     return post(job, [body], 1)
 
 
@@ -298,18 +301,18 @@ def once(job_file: str) -> dict[str, Any]:
 
 
 def generate(job_file: str) -> dict[str, Any]:
-    """Give all rows to `Engine.generate`. Its start does not count."""
+    """Pass all rows to `Engine.generate`. The start of the engine does not count."""
     import sglang  # noqa: PLC0415 - seconds to import
 
     job, prompts, sampling = rows_of(job_file)
     args = server_args(job["engine"]["args"], cpu=not has_gpu())
     flags = {name.replace("-", "_"): value for name, value in args.items()}
     engine = sglang.Engine(model_path=job["engine"]["model"], **flags)
-    engine.generate(input_ids=prompts[:WARM_UP], sampling_params={"max_new_tokens": 16})
+    engine.generate(input_ids=prompts[:WARM_UP_ROWS], sampling_params={"max_new_tokens": 16})
     engine.flush_cache()
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     answers = engine.generate(input_ids=prompts, sampling_params=sampling)
-    wall_s = time.perf_counter() - began
+    wall_s = time.perf_counter() - started_at
     engine.shutdown()
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     return {"wall_s": wall_s, "tokens": tokens, "window": len(prompts)}
@@ -317,8 +320,12 @@ def generate(job_file: str) -> dict[str, Any]:
 
 @contextmanager
 def recorded_readings(path: Path) -> Iterator[None]:
-    """Write what the control law reads during the block, with its window and the corner that it sees."""
-    sample, readings = Controller.sample, []
+    """Write each reading of the control law in the block to `path`, with the window and the corner after it.
+
+    The controller has no hook for it, so its method is replaced during the block.
+    """
+    sample = Controller.sample
+    readings: list[list[Any]] = []
 
     def sample_and_record(
         law: Controller, now: float, reading: Reading, *, may_grow: bool = True
@@ -355,7 +362,7 @@ def runner(job_file: str, stop_after_s: float | None = None) -> dict[str, Any]:
     }
 
 
-SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
+OTHER_SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
     "warm-up": warm_up, "once": once, "loop": loop, "generate": generate,
 }  # fmt: skip
 """The sides that are not batchrunner."""
@@ -364,22 +371,22 @@ SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
 def steady_rate(log: str) -> float | None:
     """Return output tokens per second while requests waited; None if the log has too few decode passes."""
     passes = logged_passes(log.splitlines())
-    waiting = [at for at, (_, batch) in enumerate(passes) if batch.queue]
-    return output_rate(passes[: waiting[-1] + 1]) if waiting else None
+    passes_with_queue = [index for index, (_, batch) in enumerate(passes) if batch.queue]
+    return output_rate(passes[: passes_with_queue[-1] + 1]) if passes_with_queue else None
 
 
 def share_of_end(log: str) -> float | None:
     """Return the fraction of the logged time after the last request had waited; None if none waited."""
-    passes = PASS.findall(log)
-    times = [datetime.fromisoformat(at) for at, _ in passes]
-    waiting = [at for at, (_, queue) in zip(times, passes, strict=True) if queue != "0"]
-    if not waiting or times[-1] == times[0]:
+    passes = [(datetime.fromisoformat(text), int(queue)) for text, queue in PASS_LINE.findall(log)]
+    times_with_queue = [logged_at for logged_at, queue in passes if queue]
+    if not times_with_queue:
         return None
-    return round((times[-1] - waiting[-1]) / (times[-1] - times[0]), 3)
+    (first, _), (last, _) = passes[0], passes[-1]
+    return None if last == first else round((last - times_with_queue[-1]) / (last - first), 3)
 
 
 def figures_of_log(log: str) -> dict[str, Any]:
-    """Return what a server's log tells about a run.
+    """Return figures of a run from the server's log.
 
     The log has a line for each prefill pass, and for each 40th decode pass.
     """
@@ -387,7 +394,7 @@ def figures_of_log(log: str) -> dict[str, Any]:
     return {
         "steady_tokens_per_s": steady_rate(log),
         "share_of_end": share_of_end(log),
-        "work": {name: work[name] for name in WORK},
+        "work": {name: work[name] for name in WORK_FIGURES},
     }
 
 
@@ -399,7 +406,7 @@ class Bench:
     case: Case
     model: Path
     args: Mapping[str, Any]
-    until: float
+    deadline: float
     """Time at which a run is killed, in seconds of the monotonic clock."""
 
     @property
@@ -411,7 +418,8 @@ class Bench:
         """Return the job of a run. Without a server, the runner starts one."""
         rows = self.case.rows
         job = job_for(self.folder / "rows.parquet", self.run_path, server.url if server else "")
-        job["limits"] = {"max_failed_rows": "5%"}  # random output tokens may decode to nothing
+        # Random output tokens may decode to nothing, which fails the row.
+        job["limits"] = {"max_failed_rows": "5%"}
         job["sampling"]["skip_special_tokens"] = False
         if isinstance(rows, Texts):
             job["input"] = {"path": str(DOCUMENTS), "limit": rows.rows}
@@ -437,7 +445,9 @@ class Bench:
             flush(server)
             log = Log(server.log)
         try:
-            figures = in_fresh_process("benchmarks.card", *arguments, timeout_s=self.until - time.monotonic())
+            figures = in_fresh_process(
+                "benchmarks.card", *arguments, timeout_s=self.deadline - time.monotonic()
+            )
         except (SystemExit, subprocess.TimeoutExpired) as failure:
             return {"side": side, "failed": str(failure)[-2000:]}
         figures = {"side": side, **figures, "tokens_per_s": round(figures["tokens"] / figures["wall_s"], 1)}
@@ -474,7 +484,8 @@ class Session:
 
     keep: Path
     tokenizer: Path
-    until: float
+    deadline: float
+    """Time at which the session ends, in seconds of the monotonic clock."""
     machine_args: Mapping[str, Any]
     """Flags that servers need on this machine."""
     cases: dict[str, Any]
@@ -482,12 +493,12 @@ class Session:
 
     def next_case(self, names: Sequence[str]) -> str | None:
         """Return the first case that is not measured yet and fits into the remaining time."""
-        remaining_s = self.until - time.monotonic()
+        remaining_s = self.deadline - time.monotonic()
         for name in names:
             case = PLAN[name]
-            needed_s = case.seconds if has_gpu() else LEAST_S
             if case.model == REAL and not any(self.tokenizer.glob("*.safetensors")):
                 continue
+            needed_s = case.seconds if has_gpu() else LEAST_RUN_S
             if not is_measured(self.cases.get(name), case) and needed_s <= remaining_s:
                 return name
         return None
@@ -502,13 +513,11 @@ class Session:
         if case.model == REAL:
             model = self.tokenizer
         else:
-            model = (
-                make_shape(folder / "model", case.model, self.tokenizer) if has_gpu() else self._tiny(folder)
-            )
+            model = self._make_model(folder / "model", case.model)
             args = {"load-format": "dummy", **args}
         run_case = case
         if not has_gpu():
-            run_case = small(case)
+            run_case = scaled_to_cpu(case)
             args = CPU_ARGS
         if isinstance(run_case.rows, Tokens):
             write_rows(folder / "rows.parquet", run_case.rows)
@@ -516,13 +525,13 @@ class Session:
             "case": definition(case), "args": args, "card": card_name(), "versions": versions(*PACKAGES),
             "date": time.strftime("%F"), "runs": [],
         }  # fmt: skip
-        bench = Bench(folder, run_case, model, args, self.until)
+        bench = Bench(folder=folder, case=run_case, model=model, args=args, deadline=self.deadline)
         if run_case.is_launched_by_runner or "generate" in run_case.runs:
-            self._measure_runs(name, bench, None)
+            self._measure_runs(name, bench, server=None)
             return
-        began = time.monotonic()
+        started_at = time.monotonic()
         with serve(model, folder, args) as server:
-            record["start_s"] = round(time.monotonic() - began, 1)
+            record["start_s"] = round(time.monotonic() - started_at, 1)
             if isinstance(run_case.rows, Tokens):
                 bench.measure("warm-up", 0, server)
             self._measure_runs(name, bench, server)
@@ -530,15 +539,12 @@ class Session:
     def _measure_runs(self, name: str, bench: Bench, server: Server | None) -> None:
         """Measure the runs of a case one after the other, and save the results after each."""
         for number, side in enumerate(bench.case.runs, start=1):
-            if time.monotonic() + LEAST_S > self.until:
+            if time.monotonic() + LEAST_RUN_S > self.deadline:
                 tell(f"{name} {side}: no time")
                 return
             figures = bench.measure(side, number, server)
             self.cases[name]["runs"].append(figures)
-            rate = figures.get("tokens_per_s", figures.get("failed"))
-            self._save(
-                f"{name} {side}: {rate} tokens/s, {figures.get('steady_tokens_per_s')} in steady state"
-            )
+            self._save(f"{name} {side}: {summary(figures)}")
 
     def record_failure(self, name: str, why: str) -> None:
         """Save why a case ended, so that the next command does not begin with it again."""
@@ -546,8 +552,11 @@ class Session:
         record["failed"] = why[-2000:]
         self._save(f"{name}: failed: {why}")
 
-    def _tiny(self, folder: Path) -> Path:
-        return make_tiny_llama(folder / "model", self.tokenizer)
+    def _make_model(self, folder: Path, name: str) -> Path:
+        """Write a model of this name without weights; without a GPU, write a tiny model instead."""
+        if has_gpu():
+            return make_shape(folder, name, self.tokenizer)
+        return make_tiny_llama(folder, self.tokenizer)
 
     def _save(self, line: str) -> None:
         if has_gpu():
@@ -565,7 +574,7 @@ def summary(figures: Mapping[str, Any]) -> str:
     return f"{figures['tokens_per_s']} tokens/s, {steady} in steady state"
 
 
-def small(case: Case) -> Case:
+def scaled_to_cpu(case: Case) -> Case:
     """Return a case that a CPU can do: fewer rows, shorter texts, an earlier stop."""
     rows = case.rows
     if isinstance(rows, Tokens):
@@ -597,8 +606,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := {*options.cases} - {*PLAN}:
         parser.error(f"no such case: {', '.join(unknown)}")
-    if options.side in SIDES:
-        print(json.dumps(SIDES[options.side](options.job)))
+    if options.side in OTHER_SIDES:
+        print(json.dumps(OTHER_SIDES[options.side](options.job)))
         return
     if options.side:
         print(json.dumps(runner(options.job, options.stop_after)))
@@ -612,7 +621,7 @@ def main() -> None:
     session = Session(
         keep=options.keep.resolve(),
         tokenizer=options.tokenizer.resolve(),
-        until=time.monotonic() + options.seconds,
+        deadline=time.monotonic() + options.seconds,
         machine_args=options.args,
         cases=json.loads(saved.read_text())["cases"] if has_gpu() and saved.is_file() else {},
     )

@@ -39,6 +39,9 @@ PACE_ROUNDS = 4
 PACE_SHARE = 0.25
 """Minimum half-life of the average time per row, as a fraction of the rows that have ended. It makes the
 average smooth in long runs."""
+STOPPED_S = 30.0
+"""Seconds without a load sample after which this process itself must have stood still: it was stopped
+(Ctrl-Z, SIGSTOP), or its machine or container was suspended."""
 
 
 CONTRADICTION = 0.5
@@ -91,7 +94,7 @@ class TimeLeft:
         self._trust = 1.0 if row_s else 0.0
 
     def stand_still(self, now: float) -> None:
-        """Do not count the time since the last call, because no server was up.
+        """Do not count the time since the last call, because no server was up or this process was stopped.
 
         Otherwise the time left would count down while no row can end, and rows would seem slow afterwards.
         """
@@ -107,6 +110,11 @@ class TimeLeft:
         Without an estimate, the result is None until as many rows have ended as are in flight, because quick
         rows end first. While no further row ends, the time counts down. It is None once it would be negative.
         """
+        if now - self._updated > STOPPED_S:
+            # Neither the time of the stop nor the rows that servers finished meanwhile say anything about the
+            # pace.
+            self.stand_still(now)
+            self._done = max(self._done, done)
         self._updated = now
         # As long as the input is being read or sorted, the clock does not run.
         if not done and not in_flight:
@@ -116,7 +124,7 @@ class TimeLeft:
         total = done + remaining
         if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, total):
             self._trust = 0.0
-        if done >= max(1, in_flight):
+        if self._rows and done >= max(1, in_flight):
             # Average the estimated and the measured time per row, and subtract the time since the last row
             # ended.
             pace_s = self._seconds / self._rows

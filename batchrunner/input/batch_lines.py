@@ -142,12 +142,15 @@ class _WrongCustomIdError(ValueError):
     """A request has no custom_id, or a custom_id that is not text."""
 
 
-def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextRecord]:
+def request_lines(
+    lines: Iterable[bytes | None], path: str, endpoint: str | None = None
+) -> Iterator[TextRecord]:
     """Yield a record for each request; a None in `lines` is a line that was too long.
 
-    Empty lines are skipped. The first request decides the task for the whole file, such as text generation.
-    The first request that names a model decides the model. After the last line, raises BatchFileError if any
-    line has a wrong endpoint or no custom_id. The error's text begins with `path`.
+    Empty lines are skipped. Each request must name the `endpoint`. If this is None, the first request decides
+    the task for the whole file, such as text generation. The first request that names a model decides the
+    model. After the last line, raises BatchFileError if any line has a wrong endpoint or no custom_id. The
+    error's text begins with `path`.
     """
     task: TaskName | None = None
     model: str | None = None
@@ -164,7 +167,7 @@ def request_lines(lines: Iterable[bytes | None], path: str) -> Iterator[TextReco
         problem: str | None = None
         try:
             request = _request_in(text)
-            task = _same_task(request.url, task)
+            task = _same_task(request.url, task, endpoint)
             model = _same_model(request.body, model)
             values = {CUSTOM_ID: request.custom_id, URL: request.url, BODY: bytes(request.body).decode()}
         except _WrongEndpointError as failure:
@@ -211,12 +214,14 @@ def _check_custom_id(text: bytes) -> None:
         raise _WrongCustomIdError(f"custom_id should be a text that is not empty ({failure})") from None
 
 
-def _same_task(url: str, task: TaskName | None) -> TaskName:
-    """Return the task that an endpoint serves, such as text generation.
+def _same_task(url: str, task: TaskName | None, endpoint: str | None) -> TaskName:
+    """Return the task that a request's endpoint serves, such as text generation.
 
-    Raises _WrongEndpointError if the endpoint is not served, or if `task`, the task of earlier lines,
-    differs.
+    Raises _WrongEndpointError if the request's endpoint is not `endpoint` (None allows all) or is not served,
+    or if `task`, the task of earlier lines, differs.
     """
+    if endpoint not in {None, url}:
+        raise _WrongEndpointError(f"its url is not the batch's {endpoint} (got {url!r:.60})")
     task_of_url = TASK_OF_ENDPOINT.get(url)
     if task_of_url is None:
         raise _WrongEndpointError(f"url should be {' or '.join(TASK_OF_ENDPOINT)} (got {url!r:.60})")

@@ -230,15 +230,15 @@ class Dataset:
         """Return the facts about the files by which a resumed run recognizes its input."""
         return [file.facts() for file in self.files]
 
-    def recognize(self, earlier_facts: Sequence[Mapping[str, Any]]) -> None:
-        """Find out whether the last file has grown since an earlier start of the run.
+    def record_growth(self, earlier_facts: Sequence[Mapping[str, Any]]) -> None:
+        """Record whether the file that was the last one at an earlier start of the run has grown since.
 
-        `earlier_facts` is the result of `facts()` at that start. Only the last file may grow. Rows appended
-        to another file would change the numbers of all later rows.
+        `earlier_facts` is the result of `facts()` at that start. No other file may grow, because rows
+        appended to it would change the numbers of all later rows.
         """
         if len(earlier_facts) <= len(self.files):
             last_file_then = self.files[len(earlier_facts) - 1]
-            last_file_then.recognize(earlier_facts[-1])
+            last_file_then.record_growth(earlier_facts[-1])
 
     def row_group_ends(self) -> list[int]:
         """Return the row number at which each row group of the input ends (exclusive), over all files."""
@@ -358,9 +358,10 @@ class DatasetReader:
         """Batch that was decoded last."""
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield `rows` in input order, as `Dataset.read` does; `positions` is ignored.
+        """Yield `rows` in input order, as `Dataset.read` does.
 
-        Raises InputError if a file cannot be read, and InputChangedError if its content has changed.
+        `positions` is ignored; only `SortedCopy.read`, which callers use in the same way, needs it. Raises
+        InputError if a file cannot be read, and InputChangedError if its content has changed.
         """
         del positions
         for file in self._dataset.files_of(rows):
@@ -390,8 +391,10 @@ class DatasetReader:
             self._stored = [name for name in self._schema.names if name in self._content.schema_arrow.names]
             self._file = file
         starts = file.starts
-        first, last = max(rows.min(), starts[0]), min(rows.max(), starts[-1] - 1)
-        first_group, last_group = bisect_right(starts, first) - 1, bisect_right(starts, last) - 1
+        first_row = max(rows.min(), starts[0])
+        last_row = min(rows.max(), starts[-1] - 1)
+        first_group = bisect_right(starts, first_row) - 1
+        last_group = bisect_right(starts, last_row) - 1
         for group in range(first_group, last_group + 1):
             group_rows = range(starts[group], starts[group + 1])
             rows_in_group = rows & BitMap64(group_rows)
@@ -442,14 +445,14 @@ class DatasetReader:
 
         `start` is the number of its first row. Raises InputChangedError if the file was replaced meanwhile.
         """
-        # This takes only the next batch: every path through the body returns.
-        for data in self._batches:
-            file.check_after_reading()
-            try:
-                return fitted(data, self._schema)
-            except UNFIT:
-                return self._with_misfits(data, file, start - file.starts[0])
-        raise pa.ArrowInvalid("the row group has fewer rows than the footer says")
+        data = next(self._batches, None)
+        if data is None:
+            raise pa.ArrowInvalid("the row group has fewer rows than the footer says")
+        file.check_after_reading()
+        try:
+            return fitted(data, self._schema)
+        except UNFIT:
+            return self._with_misfits(data, file, first=start - file.starts[0])
 
     def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
         """Convert a batch in which some values do not fit the types of the schema.
@@ -517,7 +520,9 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
     """
     try:
         token_ids = _integer_lists(column)
-        return (list(column.to_pylist()) if token_ids is None else token_ids), {}
+        if token_ids is not None:
+            return token_ids, {}
+        return list(column.to_pylist()), {}
     except UNREADABLE:
         # Some value has no Python form, so each value is converted alone.
         pass

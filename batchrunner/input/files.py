@@ -69,7 +69,8 @@ SAMPLE_BYTES = 16 << 10
 """Size in bytes of each block that the digest of a large Parquet file covers."""
 _DIGEST = b"batchrunner.digest"
 """Metadata key in a Parquet copy for the digest of the original file."""
-_read_notes = msgspec.json.Decoder(list[str])
+_NOTES_DECODER = msgspec.json.Decoder(list[str])
+"""Decoder of the notes in a Parquet copy."""
 COPY_TRIES = 3
 """Maximum number of attempts to make a Parquet copy, because other processes may delete its directory."""
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
@@ -205,7 +206,7 @@ def _local_files(pattern: str, path: Path) -> tuple[dict[str, str], bool]:
     is_directory = path.is_dir()
     if is_directory:
         data_files = (file for file in path.rglob("*") if known_format(file.name))
-        files = [file for file in data_files if not (_hidden(file.relative_to(path)) or file.is_dir())]
+        files = [file for file in data_files if not (_is_hidden(file.relative_to(path)) or file.is_dir())]
     elif path.exists():
         if is_special(path):
             raise InputError(
@@ -263,7 +264,7 @@ def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]
         files = [path]
     elif kind == pafs.FileType.Directory:
         below = _files_below(fs, path)
-        files = [file for file in below if not _hidden(PurePosixPath(file.removeprefix(path)))]
+        files = [file for file in below if not _is_hidden(PurePosixPath(file.removeprefix(path)))]
     elif "*" in path:
         # The wildcards are `*`, any text without a slash, and `**/`, any number of directories. `?` and `[`
         # are plain characters here, because `?` begins the query of a URI.
@@ -278,7 +279,7 @@ def _files_below(fs: pafs.FileSystem, directory: str) -> list[str]:
     return [entry.path for entry in fs.get_file_info(selector) if entry.is_file]
 
 
-def _hidden(path: PurePath) -> bool:
+def _is_hidden(path: PurePath) -> bool:
     """Tell whether a file's name, or that of a directory in its path, begins with a dot or an underscore."""
     return any(name.startswith((".", "_")) for name in path.parts)
 
@@ -341,7 +342,9 @@ class SourceFile:
         self.read_errors = read_errors(fs)
         """Exceptions that its file system raises if the file cannot be read."""
         self.format = _batch_format(path) if batch_rules else format_of(path)
-        self._copies, self._source, self._batch_rules = copies, source, batch_rules
+        self._copies = copies
+        self._source = source
+        self._batch_rules = batch_rules
         self.digest = ""
         """Digest of the file's content; empty until it is computed."""
         self.notes: list[str] = []
@@ -356,8 +359,8 @@ class SourceFile:
                 self.digest = self._digest_of(self._size)
             else:
                 self.format = format_in(fs, path, self.format)
-                self._copy = self._find_copy()
-            with contextlib.closing(self._opened()) as file:
+                self._copy = self._existing_or_new_copy()
+            with contextlib.closing(self._open_file_or_copy()) as file:
                 footer, schema = file.metadata, file.schema_arrow
         except BatchrunError:
             raise
@@ -366,7 +369,7 @@ class SourceFile:
         if self.format.kind != "Parquet":
             # The digest and the notes were stored in the Parquet copy when it was made.
             self.digest = schema.metadata[_DIGEST].decode()
-            self.notes = _read_notes.decode(footer.metadata[NOTES])
+            self.notes = _NOTES_DECODER.decode(footer.metadata[NOTES])
         self.has_problems = PROBLEM in schema.names
         self.schema = pa.schema([field for field in schema if field.name != PROBLEM])
         """Columns of the file, with the types in which they are stored."""
@@ -401,14 +404,16 @@ class SourceFile:
         facts = {"path": self.path, "rows": self.rows, "digest": self.digest, "size": self._size}
         return facts if self.grown_from is None else {**facts, "grown_from": self.grown_from}
 
-    def recognize(self, earlier_facts: Mapping[str, Any]) -> None:
+    def record_growth(self, earlier_facts: Mapping[str, Any]) -> None:
         """Set `grown_from` if rows were appended since an earlier start of the run.
 
         `earlier_facts` is the result of `facts()` at that start.
         """
-        size, digest = earlier_facts.get("size", self._size), earlier_facts["digest"]
-        if size < self._size and self._begins_with(size, digest):
-            self.grown_from = digest
+        # If the facts have no size, the file counts as not grown.
+        earlier_size = earlier_facts.get("size", self._size)
+        earlier_digest = earlier_facts["digest"]
+        if earlier_size < self._size and self._begins_with(earlier_size, earlier_digest):
+            self.grown_from = earlier_digest
             earlier_rows = earlier_facts["rows"]
             log.info(
                 "%s has grown: the first %d rows are those of this run, and %d rows were appended",
@@ -434,9 +439,9 @@ class SourceFile:
 
     def open(self) -> pq.ParquetFile:
         """Open the file for reading; raise OSError, ArrowException, or InputChangedError."""
-        opened = self._opened()
+        file = self._open_file_or_copy()
         self.check_after_reading()
-        return opened
+        return file
 
     def check_after_reading(self) -> None:
         """Raise InputChangedError if the bytes that were just read may be those of a changed file.
@@ -480,7 +485,7 @@ class SourceFile:
             return False
         return self._digest_of(self._size) == self.digest
 
-    def _opened(self) -> pq.ParquetFile:
+    def _open_file_or_copy(self) -> pq.ParquetFile:
         """Open the file or its Parquet copy. A copy that another process has deleted is made again."""
         if self._copy is None:
             return _open_parquet(self._fs, self.path)
@@ -489,7 +494,7 @@ class SourceFile:
         except FileNotFoundError:
             # The new copy must have the same rows as the deleted one.
             self.check_unchanged()
-            self._copy = self._find_copy()
+            self._copy = self._existing_or_new_copy()
             return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
 
     def _current_signature(self) -> tuple[int | str, ...]:
@@ -537,7 +542,7 @@ class SourceFile:
                 digest.update(block)
         return digest.hexdigest()
 
-    def _find_copy(self) -> Path:
+    def _existing_or_new_copy(self) -> Path:
         """Return the path of the file's Parquet copy, and make the copy if it does not exist.
 
         Raises InputError, StorageError, or one of `read_errors`.

@@ -74,7 +74,7 @@ def batches_of_file(
     skip_bom(source)
     if batch_rules:
         name = Path(path).name
-        requests = request_lines(read_lines(source), name)
+        requests = request_lines(read_lines(source), name, batch_rules.endpoint)
         return _object_batches(
             checked_requests(requests, name, batch_rules),
             name,

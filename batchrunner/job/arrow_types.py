@@ -235,11 +235,11 @@ def innermost(kind: ColumnKind) -> ColumnKind:
     return innermost(kind[1]) if kind[0] == "list" else kind
 
 
-def fit(value: Any, kind: ColumnKind) -> Any:
+def fit(value: Any, kind: ColumnKind, *, drops_keys: bool = True) -> Any:
     """Convert a value for a column of `kind`; raise ValueError, with a message for users, if impossible.
 
-    None stays None. Properties of an object that the column does not have are dropped. A date or a time may
-    be an ISO text.
+    None stays None. Keys of an object that the column does not have are dropped; without `drops_keys`, they
+    raise ValueError. A date or a time may be an ISO text.
     """
     if value is None:
         return None
@@ -247,9 +247,13 @@ def fit(value: Any, kind: ColumnKind) -> Any:
         return _CONVERTERS[kind](value)
     name, inner = kind
     if name == "list":
-        return [fit(item, inner) for item in _instance(value, "list", list, tuple)]
+        return [fit(item, inner, drops_keys=drops_keys) for item in _instance(value, "list", list, tuple)]
     fields = _instance(value, "object", dict)
-    return {field: fit(fields.get(field), below) for field, below in inner}
+    names = [field for field, _ in inner]
+    unknown = [] if drops_keys else [key for key in fields if key not in names]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not a declared key (keys: {', '.join(names)})")
+    return {field: fit(fields.get(field), below, drops_keys=drops_keys) for field, below in inner}
 
 
 def _instance(value: Any, name: str, *classes: type) -> Any:

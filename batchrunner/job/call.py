@@ -143,13 +143,20 @@ CUSTOM_ID = "custom_id"
 
 
 def job_of_batch(
-    requests: str, run: str, *, engine: Sequence[str], overrides: Sequence[str], allows_repeated: bool = False
+    requests: str,
+    run: str,
+    *,
+    engine: Sequence[str],
+    overrides: Sequence[str],
+    allows_repeated: bool = False,
+    endpoint: str | None = None,
 ) -> Job:
     """Return the job that sends the requests in the batch file `requests`; its run directory is `run`.
 
     `engine` is a model, the addresses of servers, or a base job: a job file of which only the fields in
     _OF_BASE are used. By default, any number of requests may fail. With `allows_repeated`, several lines may
-    have the same custom_id. Raises JobError if the base job or an override is invalid.
+    have the same custom_id. With `endpoint`, each line must name this endpoint. Raises JobError if the base
+    job or an override is invalid.
     """
     for override in overrides:
         name = override.partition("=")[0].strip()
@@ -168,7 +175,7 @@ def job_of_batch(
     output, limits = tree["output"], tree["limits"]
     tree = {field: value for field, value in tree.items() if field not in dropped_fields} | {
         "input": {"path": requests, "columns": [CUSTOM_ID]},
-        "prompt": BatchPrompts(allows_repeated=allows_repeated),
+        "prompt": BatchPrompts(allows_repeated=allows_repeated, endpoint=endpoint),
         "output": {
             **{key: value for key, value in output.items() if f"output.{key}" in _OF_BASE},
             "path": run,

@@ -323,8 +323,8 @@ def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
     """Return the value of each declared column in the result of a function; None for a missing value.
 
     A rollout function may declare no columns. Then all its values are returned, as JSON values. Raises
-    ValueError or TypeError if a value does not fit its column, or if a key is not a declared column. The
-    error's text continues a message that begins with the function's name.
+    ValueError or TypeError if a value does not fit its column, or if a key is not declared. The error's text
+    continues a message that begins with the function's name.
     """
     if value is None and annotations.may_be_none:
         value = {}
@@ -344,7 +344,7 @@ def row_value(value: Any, annotations: Annotations) -> dict[str, Any]:
     row = {}
     for name, kind in annotations.columns:
         try:
-            row[name] = fit(fields.get(name), kind)
+            row[name] = fit(fields.get(name), kind, drops_keys=False)
         except (ValueError, TypeError) as failure:
             raise ValueError(f"{name}: {failure}") from None
     return row

@@ -263,6 +263,8 @@ class BatchRules(NamedTuple):
 
     allows_repeated: bool
     """Whether several lines may have the same custom_id."""
+    endpoint: str | None
+    """Endpoint that each line must name; None if a file may have all endpoints of one task."""
 
 
 class BatchPrompts(PromptSpec):
@@ -276,6 +278,8 @@ class BatchPrompts(PromptSpec):
 
     allows_repeated: bool = False
     """Whether several lines may have the same custom_id."""
+    endpoint: str | None = None
+    """Endpoint that each line must name; None if a file may have all endpoints of one task."""
 
 
 def tool_problem(tools: Any) -> str | None:

@@ -180,19 +180,20 @@ def one_process_at_a_time(lock: Path, *, unfinished: str) -> Iterator[None]:
         yield
 
 
-def scratch_directory(prefix: str) -> tuple[Path, Callable[[], None]]:
+def scratch_directory(prefix: str, parent: Path | None = None) -> tuple[Path, Callable[[], None]]:
     """Create a temporary directory whose name begins with `prefix`; return it with a function to delete it.
 
-    The process locks its directory, and the kernel releases the lock if the process is killed. Directories
-    without a lock are therefore left from killed processes, and are deleted.
+    It is created in `parent`, by default the system's directory of temporary files. The process locks its
+    directory, and the kernel releases the lock if the process is killed. Directories without a lock are
+    therefore left from killed processes, and are deleted. Raises OSError if none can be created.
     """
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for path in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         # The directory belongs to another user or to a running process, or is gone.
         with contextlib.suppress(OSError):
             # The process of a younger directory may not have locked it yet.
             if time.time() - path.stat().st_mtime > YOUNG_S:
                 _delete_if_abandoned(path)
-    directory = Path(tempfile.mkdtemp(prefix=prefix))
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     lock = os.open(directory, os.O_RDONLY)
     with contextlib.suppress(OSError):  # Without locks in the file system, directories stay.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,8 +267,19 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
         )
     return kind(
         f"{path}: cannot be written: {failure.strerror or failure}; rows on disk are kept",
-        hint="free disk space and run the same command again",
+        hint=_how_to_write(failure),
     )
+
+
+def _how_to_write(failure: OSError) -> str:
+    """Return the hint for a failed write."""
+    if failure.errno in {errno.ENOSPC, errno.EDQUOT}:
+        remedy = "free disk space"
+    elif failure.errno == errno.ENOMEM:
+        remedy = "free memory"
+    else:
+        remedy = "make sure that this place can be written"
+    return f"{remedy} and run the same command again"
 
 
 def file_to_write(name: str, label: str = "", *, force: bool = True) -> Path:

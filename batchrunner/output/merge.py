@@ -1,7 +1,6 @@
 """Merges the results of a run into one dataset or file, in input order and with bounded memory."""
 
 import contextlib
-import secrets
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from batchrunner.output.export import distinct_rows, export_format, export_table
 from batchrunner.output.files import (
     file_to_write,
     one_process_at_a_time,
+    scratch_directory,
     sync_directory,
     whole_file,
     writing,
@@ -35,6 +35,8 @@ BUCKET_ROWS = 100_000
 """Maximum number of rows in a bucket. Each bucket becomes one file of the merged dataset."""
 BUCKET_BYTES = 128 << 20
 """Approximate maximum size in bytes of a bucket in memory."""
+WORK_PREFIX = ".batchrun-merge-"
+"""Beginning of the name of a merge's directory of temporary files."""
 SAMPLED_PARTS = 32
 """Approximate number of part files that are read to estimate the size of a row in memory."""
 
@@ -74,9 +76,12 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
     with writing(target, OutputError), work_directory(run_dir, target.parent) as work:
         tables = in_order(run_dir, durable_results(run_dir, work), work)
         if file_format is not None:
-            # Random, so that two merges to the same file do not collide.
-            with whole_file(target, secrets.token_hex(4)) as temporary:
+            # In `work`, an unfinished file of a killed merge is deleted by the next one.
+            merged = work / "merged"
+            with whole_file(merged) as temporary:
                 rows = export_tables(tables, temporary, file_format)
+            merged.replace(target)
+            sync_directory(target.parent)
         else:
             rows = _write_dataset(run_dir, tables, work)
     return Merged(target, rows)
@@ -113,7 +118,7 @@ def merge_finished_run(run_dir: RunDir, name: str) -> None:
         )
     if _merged_rows(run_dir) >= total:
         return
-    with one_process_at_a_time(run_dir.path / ".merging", unfinished=".merge-*/**/*"):
+    with one_process_at_a_time(run_dir.path / ".merging", unfinished=f"{WORK_PREFIX}*/**/*"):
         if _merged_rows(run_dir) >= total:
             return  # Another process has merged the run while this one waited.
         merged = merge(run_dir)
@@ -130,18 +135,18 @@ def _merged_rows(run_dir: RunDir) -> int:
 def work_directory(run_dir: RunDir, parent: Path) -> Iterator[Path]:
     """Create a directory for temporary files in `parent`, and delete it after the block.
 
-    Raises OSError if it cannot be created, and ResumeError if the part files that the block reads do not
-    belong together.
+    The directories that killed merges left in `parent` are deleted first: each may be twice as large as the
+    results. Raises OSError if no directory can be created, and ResumeError if the part files that the block
+    reads do not belong together.
     """
-    work = parent / f".merge-{secrets.token_hex(4)}"
+    work, delete = scratch_directory(WORK_PREFIX, parent)
     try:
-        work.mkdir()
         yield work
     except (KeyError, ValueError, pa.ArrowException) as failure:
         # The files do not fit together; for example, one belongs to another run.
         raise ResumeError(f"{run_dir.parts}: cannot be merged: {first_line(failure)}") from None
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        delete()
 
 
 def durable_results(run_dir: RunDir, work: Path) -> list[Path]:

@@ -19,12 +19,12 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
-def start(
-    command: Sequence[str], environ: Mapping[str, str], rank: int, first_line: bytes
+def start_rank(
+    command: Sequence[str], environ: Mapping[str, str], *, rank: int, first_line: bytes
 ) -> subprocess.Popen[bytes]:
     """Start the command as the rank with this number, and write `first_line` to its standard input."""
-    # The command reads its rank from SLURM_PROCID, which `srun` would set. The pipe is unbuffered, so the
-    # command gets `first_line` at once. The pipe stays open, because its end would end the command.
+    # The pipe is unbuffered, so the command gets `first_line` at once. The pipe stays open, because its end
+    # would end the command.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**environ, "SLURM_PROCID": str(rank)}, bufsize=0
     )
@@ -42,7 +42,7 @@ class Rank:
         `environ` is the environment of the first rank, except that Ray chooses the GPUs of each machine.
         """
         gpus = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
-        return start(command, {**environ, **gpus}, rank, first_line).wait()
+        return start_rank(command, {**environ, **gpus}, rank=rank, first_line=first_line).wait()
 
 
 def main() -> int:
@@ -53,20 +53,20 @@ def main() -> int:
     group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(sys.argv[1])))
     command, first_line = sys.argv[2:], sys.stdin.buffer.readline()
     ray.init(logging_level=logging.ERROR, log_to_driver=False)
-    # The run gets these signals too: it finishes its rows, and then closes the standard input of this
-    # process.
+    # The run gets these signals too. It finishes its rows, and then closes the standard input of this
+    # process, which must live until then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    # Bundle 0 of the group is this machine, which runs rank 0.
     other_ranks = []
-    for rank, resources in enumerate(group.bundle_specs[1:], 1):
-        # Bundle 0 is this machine, which runs rank 0.
+    for rank, resources in enumerate(group.bundle_specs[1:], start=1):
         actor = ray.remote(Rank).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
         )
         other_ranks.append(actor.remote().run.remote(command, dict(os.environ), rank, first_line))
-    first_rank = start(command, os.environ, 0, first_line)
+    first_rank = start_rank(command, os.environ, rank=0, first_line=first_line)
     try:
         while first_rank.poll() is None:
             ended_ranks, _ = ray.wait(other_ranks, timeout=0)

@@ -35,18 +35,18 @@ from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_st
 from batchrunner.sglang.model_files import cards_of
 
 
-def gpus_required(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
+def gpus_required(engine: EngineSpec, gpus_of_nodes: Sequence[float]) -> int:
     """Return the number of GPUs that an actor with this engine needs on each of its machines.
 
-    `on_nodes` has the number of GPUs of each node of the cluster. With `device: auto`, an engine runs on the
-    CPU if no node has a GPU. Raises JobError if the number cannot be known before the start, or if no node
-    has so many GPUs.
+    `gpus_of_nodes` has the number of GPUs of each node of the cluster. With `device: auto`, an engine runs on
+    the CPU if no node has a GPU. Raises JobError if the number cannot be known before the start, or if no
+    node has so many GPUs.
     """
     if not isinstance(engine, ServerEngine):
         return 0
-    largest_node = int(max(on_nodes, default=0))
-    if engine.device == "cpu" or (engine.device == "auto" and not largest_node):
-        # The engine runs on the CPU.
+    largest_node = int(max(gpus_of_nodes, default=0))
+    runs_on_cpu = engine.device == "cpu" or (engine.device == "auto" and not largest_node)
+    if runs_on_cpu:
         return 0
     if engine.replicas == "auto":
         raise JobError(
@@ -75,6 +75,7 @@ class StageCall:
     """The arguments of a call of `generate`, which Ray sends to each actor."""
 
     call: LibraryCall
+    """The engine, and the options as for `batchrunner.stream`."""
     columns: list[str] | None = None
     """Columns that the rows keep; None means all columns."""
     prefix: str = ""
@@ -128,16 +129,16 @@ class PendingBlock:
     """Positions of the rows in the stream."""
     outcomes: list[Outcome] = field(default_factory=list)
     """Results so far, in the order in which the rows ended."""
-    done: Future[list[Outcome] | None] = field(default_factory=Future)
-    """Future with the results of all rows, in the order of the rows; None if the stream ends earlier."""
+    results: Future[list[Outcome] | None] = field(default_factory=Future)
+    """The results of all rows, in the order of the rows; None if the stream ends earlier."""
 
 
 class BlockOutlet:
     """Collects the results of rows by block (a batch of Ray Data). `open_block` is thread-safe."""
 
     def __init__(self) -> None:
-        # Pending blocks are kept in the order of their rows.
         self._blocks: deque[PendingBlock] = deque()
+        """Pending blocks, in the order of their rows."""
         self._lock = threading.Lock()
         self._rows = 0
         """Number of rows in all blocks so far."""
@@ -147,13 +148,13 @@ class BlockOutlet:
         """Add a block of `rows` rows to the stream, and return it."""
         with self._lock:
             block = PendingBlock(range(self._rows, self._rows + rows))
-            # Mark the future as running, so that its waiting caller cannot cancel it. `put` or `end`
-            # completes it.
-            block.done.set_running_or_notify_cancel()
+            # A future that runs cannot be cancelled by the caller that waits for it. `put` or `end` completes
+            # it.
+            block.results.set_running_or_notify_cancel()
             self._rows += rows
             if self._is_closed:
                 # The stream has ended, so no results follow.
-                block.done.set_result(None)
+                block.results.set_result(None)
             else:
                 self._blocks.append(block)
             return block
@@ -166,7 +167,8 @@ class BlockOutlet:
             block.outcomes.append(outcome)
             if len(block.outcomes) == len(block.rows):
                 self._blocks.remove(block)
-                block.done.set_result(sorted(block.outcomes, key=lambda outcome: outcome.ref.row))
+                in_order = sorted(block.outcomes, key=lambda outcome: outcome.ref.row)
+                block.results.set_result(in_order)
 
     def check(self) -> None:
         """Do nothing. Other outlets raise the error of a failed write here; this outlet writes nothing."""
@@ -176,7 +178,7 @@ class BlockOutlet:
         with self._lock:
             self._is_closed = True
             while self._blocks:
-                self._blocks.pop().done.set_result(None)
+                self._blocks.pop().results.set_result(None)
 
 
 class BlockStream:
@@ -185,27 +187,27 @@ class BlockStream:
     All methods except `close` are called in one event loop, which is not that of the engine.
     """
 
-    def __init__(self, call: StageCall, engine: OpenEngine, columns: pa.Schema) -> None:
+    def __init__(self, stage: StageCall, engine: OpenEngine, columns: pa.Schema) -> None:
         """Start a stream for rows with these columns; raises JobError or InputError. Blocks the thread."""
-        self._call = call
-        # Only one call feeds its rows at a time, in the order of the calls. The second lock is needed because
-        # the thread of a cancelled call still feeds its rows.
-        self._order = asyncio.Lock()
+        self._stage = stage
+        self._turn_to_feed = asyncio.Lock()
+        """Held by the call that feeds its rows. Calls get it in their order."""
         self._feeding = threading.Lock()
+        """Held by the thread that feeds rows. The thread of a cancelled call still does so."""
         self._buffer = RowBuffer()
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
-            job = call.job(columns, scratch)
+            job = stage.job(columns, scratch)
             functions = open_functions(job)
             if functions is not None:
                 stack.enter_context(closing(functions))
             rows = ProgramRows(job, columns, self._buffer, functions=functions)
             self._plan = rows.plan
             self._schema = schema_of_run(pa.schema([]), self._plan)
-            call.check_names(columns, self._plan)
+            stage.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
             work = functools.partial(send_stream, rows, self._outlet, (), scratch)
-            self._running = engine.start(work)
+            self._sending = engine.start(work)
             # From here on, `close` ends the functions' processes and deletes the directory.
             self._stack = stack.pop_all()
 
@@ -217,19 +219,19 @@ class BlockStream:
         """
         if not block.num_rows:
             return self._with_answers(block, [])
-        async with self._order:
+        async with self._turn_to_feed:
             pending = await asyncio.to_thread(self._feed, block)
-        outcomes = await asyncio.wrap_future(pending.done)
+        outcomes = await asyncio.wrap_future(pending.results)
         if outcomes is None:
             # This call raises the error that has ended the stream.
-            await self._running.wait_async()
+            await self._sending.wait_async()
             raise BatchrunError("the stream ended before all its rows were finished")
         return await asyncio.to_thread(self._with_answers, block, outcomes)
 
     def close(self) -> None:
         """End the stream and cancel its requests in flight. Blocks the thread."""
         self._buffer.stop()
-        self._running.cancel_and_wait()
+        self._sending.cancel_and_wait()
         self._stack.close()
 
     def _feed(self, block: pa.Table) -> PendingBlock:
@@ -248,7 +250,7 @@ class BlockStream:
     def _with_answers(self, block: pa.Table, outcomes: list[Outcome]) -> pa.Table:
         """Return the rows of a block, with the columns of their answers added."""
         answers = table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
-        table = block if self._call.columns is None else block.select(self._call.columns)
+        table = block if self._stage.columns is None else block.select(self._stage.columns)
         if answers.num_rows > block.num_rows:
             # A rollout may return several results for a row, so the row is repeated for each of them. `row`
             # counts over all blocks of the stream, so the block's first row is subtracted.
@@ -256,7 +258,7 @@ class BlockStream:
             table = table.take(pc.subtract(rows, pc.min(rows)))
         for name in answers.column_names:
             if name != "row":
-                table = table.append_column(f"{self._call.prefix}{name}", answers.column(name))
+                table = table.append_column(f"{self._stage.prefix}{name}", answers.column(name))
         return table
 
 
@@ -267,15 +269,16 @@ class EngineWorker:
     keep the engine busy between two batches.
     """
 
-    def __init__(self, call: StageCall) -> None:
+    def __init__(self, stage: StageCall) -> None:
         """Open the engine, which may take minutes to load its model; raises EngineStartError."""
-        self._call = call
+        self._stage = stage
         self._stack = ExitStack()
         self._stream: BlockStream | None = None
         self._opening = asyncio.Lock()
         """Held by the call that starts the stream; concurrent calls wait for it."""
-        limits = LimitsSpec.model_validate(call.call.limits or {})
-        opening = open_engine(call.call.engine, request_timeout_s=limits.request_timeout, task=call.call.task)
+        call = stage.call
+        limits = LimitsSpec.model_validate(call.limits or {})
+        opening = open_engine(call.engine, request_timeout_s=limits.request_timeout, task=call.task)
         self._engine: OpenEngine = self._stack.enter_context(opening)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
@@ -285,7 +288,7 @@ class EngineWorker:
             stream = self._stream
             if stream is None:
                 stream = self._stream = await asyncio.to_thread(
-                    BlockStream, self._call, self._engine, batch.schema
+                    BlockStream, self._stage, self._engine, batch.schema
                 )
         try:
             return await stream.answer(batch)
@@ -355,7 +358,7 @@ def generate(
         )
     min_actors, max_actors = (replicas, replicas) if isinstance(replicas, int) else replicas
     stage = StageCall(call, columns=None if columns is None else list(columns), prefix=prefix)
-    # The schema is unknown if Ray would have to read data to find it.
+    # The schema is None if Ray would have to read data to find it.
     schema = getattr(ds.schema(fetch_if_missing=False), "base_schema", None)
     if isinstance(schema, pa.Schema):
         stage.check(schema)

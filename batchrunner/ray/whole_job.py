@@ -53,7 +53,7 @@ the worker is not called again. Deaths between which rows finish have no limit, 
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPath:
+class SharedPaths:
     """Paths that every node of the cluster must see: the command's directory, and a mark file.
 
     The mark file is an empty file beside the job's results. A node that sees it has access to the results.
@@ -96,10 +96,11 @@ class JobWorker:
             os.environ[GROUP] = group.id.hex()
             os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._control = Control()
-        self._process = secrets.token_hex(8)
-        self._runs = asyncio.Lock()
+        self._process_id = secrets.token_hex(8)
+        self._run_lock = asyncio.Lock()
+        """Held by the call that runs rows."""
 
-    async def run(self, job: Job, shared: SharedPath) -> Report:
+    async def run(self, job: Job, shared: SharedPaths) -> Report:
         """Run rows of the job until none are left for this worker, and return the report.
 
         Raises BatchrunError.
@@ -107,12 +108,12 @@ class JobWorker:
         # Relative paths of the job start from the directory of the command.
         shared.enter()
         # After a break of the network, this method is called again while its first call still runs.
-        async with self._runs:
+        async with self._run_lock:
             return await execute(job, join=True, control=self._control)
 
     async def process(self) -> str:
         """Return an ID of this process. Ray completes this call when the worker runs on a node."""
-        return self._process
+        return self._process_id
 
     async def stop(self, reason: str, exit_code: int) -> None:
         """Stop sending rows, and let the rows in flight finish."""
@@ -132,20 +133,22 @@ def run_on_ray(
 ) -> Report:
     """Run a job with several workers on the Ray cluster at `address`, and return the report.
 
-    Each worker gets `cpus` cores and the GPUs of its engine. `retry_failed` retries the failed rows of
-    earlier starts. Raises BatchrunError.
+    `job` is the path of the job file, and `overrides` are values for its fields. Each worker gets `cpus`
+    cores and the GPUs of its engine. `retry_failed` retries the failed rows of earlier starts. Raises
+    BatchrunError.
     """
     if workers < 1:
         raise JobError(f"--workers {workers}", hint="give a number of at least 1")
     if cpus <= 0:
         raise JobError(f"--cpus {cpus:g}", hint="give a number above 0")
-    loaded = load_job(job, overrides=overrides)
-    path, quiet = loaded.output.path, quiet or as_json
+    loaded_job = load_job(job, overrides=overrides)
+    path = loaded_job.output.path
+    is_quiet = quiet or as_json
     control = Control()
 
     async def work() -> Report:
-        with _connected(address, control, quiet=quiet), _shared_path(path) as shared:
-            gpus = gpus_required(loaded.engine, resource_of_nodes("GPU"))
+        with _connected(address, control, quiet=is_quiet), _shared_paths(path) as shared:
+            gpus = gpus_required(loaded_job.engine, resource_of_nodes("GPU"))
             most_cores = max(resource_of_nodes("CPU"), default=0)
             if cpus > most_cores:
                 raise JobError(
@@ -153,23 +156,26 @@ def run_on_ray(
                     hint="give fewer cores",
                 )
             if retry_failed:
-                plan_failed_rows(loaded)
+                plan_failed_rows(loaded_job)
             # Ray restarts dead actors without limit. `Workers` sets the limit.
             actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
+            nodes = getattr(loaded_job.engine, "nodes", 1)
+            # This process sends no rows. But in another stage, a signal would end it before its workers.
+            control.stage = "sending"
             next_line_at = 0.0
-            with contextlib.closing(Workers(loaded, shared, control)) as group:
+            with contextlib.closing(Workers(loaded_job, shared, control)) as all_workers:
                 for _ in range(workers):
-                    options = _scheduling_options(getattr(loaded.engine, "nodes", 1), cpus, gpus)
-                    group.start(Worker(actor_class.options(**options).remote(quiet=quiet)))
-                while await asyncio.to_thread(group.watch):
-                    if not quiet and time.monotonic() >= next_line_at:
-                        next_line_at = await asyncio.to_thread(show_progress, path, group.working)
-            return _report(group, path, control)
+                    options = _scheduling_options(nodes, cpus=cpus, gpus=gpus)
+                    all_workers.start(Worker(actor_class.options(**options).remote(quiet=is_quiet)))
+                while await asyncio.to_thread(all_workers.watch):
+                    if not is_quiet and time.monotonic() >= next_line_at:
+                        next_line_at = await asyncio.to_thread(show_progress, path, all_workers.working)
+            return _report(all_workers, path, control)
 
-    return under_signals(work(), control, loaded.limits)
+    return under_signals(work(), control, loaded_job.limits)
 
 
-def _scheduling_options(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
+def _scheduling_options(nodes: int, *, cpus: float, gpus: int) -> dict[str, Any]:
     """Return Ray's scheduling options of a worker whose engine runs on this number of nodes.
 
     An engine on several nodes gets a placement group with `cpus` cores and `gpus` GPUs on each node. The
@@ -219,7 +225,7 @@ def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterato
 
 
 @contextlib.contextmanager
-def _shared_path(output: str) -> Iterator[SharedPath]:
+def _shared_paths(output: str) -> Iterator[SharedPaths]:
     """Yield the paths that the workers check. The mark file exists until the block ends.
 
     `output` is the job's output path. Raises OutputError if the mark file cannot be written, and JobError if
@@ -229,7 +235,7 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
     is_copy = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     directory = None if is_copy else str(Path.cwd())
     if store_address(output) is not None:
-        yield SharedPath(directory, None)
+        yield SharedPaths(directory, mark=None)
         return
     path = Path(output).expanduser()
     if is_copy and not path.is_absolute():
@@ -246,7 +252,7 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
     except OSError as failure:
         raise OutputError(f"{path.parent}: cannot be written: {failure.strerror}") from None
     try:
-        yield SharedPath(directory, str(mark))
+        yield SharedPaths(directory, mark=str(mark))
     finally:
         mark.unlink(missing_ok=True)
 
@@ -256,22 +262,21 @@ class Worker:
     """A worker of a job: an actor, and the deaths of its processes."""
 
     actor: Any
-    process: Any = None
-    """Ray reference of the ID of its process. It becomes ready when the actor runs on a node."""
+    process_id: Any = None
+    """Ray reference to the ID of its process. It becomes ready when the actor runs on a node."""
     dead_processes: set[str] = field(default_factory=set)
-    """IDs of the processes that failed since a row of the run finished."""
-    rows_done: int = 0
-    """Number of finished rows of the run at the last of these failures."""
+    """IDs of the processes that died since a row of the run finished."""
+    rows_at_death: int = 0
+    """Number of finished rows of the run at the last of these deaths."""
 
 
 class Workers:
     """The workers of a job. Ray starts and restarts them as soon as a node has room."""
 
-    def __init__(self, job: Job, shared: SharedPath, control: Control) -> None:
+    def __init__(self, job: Job, shared: SharedPaths, control: Control) -> None:
         self._job = job
         self._shared = shared
         self._control = control
-        control.stage = "sending"
         self._workers: dict[Any, Worker] = {}
         """The workers that have not ended, by the Ray references of their reports."""
         self._stop_reason: tuple[str, int] | None = None
@@ -284,67 +289,76 @@ class Workers:
     def start(self, worker: Worker) -> None:
         """Tell a new or restarted worker to run rows of the job."""
         report = worker.actor.run.remote(self._job, self._shared)
-        worker.process = worker.actor.process.remote()
+        worker.process_id = worker.actor.process.remote()
         self._workers[report] = worker
 
     @property
     def working(self) -> int:
         """Number of workers that Ray has placed."""
-        return sum(_is_ready(worker.process) for worker in self._workers.values())
+        return sum(_is_ready(worker.process_id) for worker in self._workers.values())
 
     def watch(self) -> bool:
         """Wait a moment, and handle the workers that ended; tell whether to call this method again."""
         ready, _ = ray.wait(list(self._workers), timeout=TIMING.ray_poll)
         for reference in ready:
             worker = self._workers.pop(reference)
-            try:
-                self.last = ray.get(reference)
-            except RayTaskError as failure:
-                self._record_failure(failure.cause)
-            except ActorUnavailableError as failure:
-                # The connection to the actor is lost. If the actor is dead, Ray restarts it. While Ray finds
-                # out, it may raise this error many times.
-                time.sleep(TIMING.ray_poll)
-                self._count_death(worker)
-                if self._stop_reason is None and len(worker.dead_processes) <= MOST_DEATHS:
-                    log.warning(
-                        "a worker died or cannot be reached, and is started again: %s", _first_line(failure)
-                    )
-                    self.start(worker)
-                    continue
-                self._record_failure(
-                    BatchrunError(
-                        f"a worker died {len(worker.dead_processes)} times in succession, and no row "
-                        f"finished between its deaths; the last one: {_first_line(failure)}",
-                        hint="see its log (`ray logs`) and run the same command again: it resumes",
-                    )
-                )
-            except RayError as failure:
-                # Ray cannot start the actor, or the actor was killed and Ray does not restart it.
-                self._record_failure(failure)
-            # The worker has ended for good. Killing its actor frees its cores and GPUs.
-            ray.kill(worker.actor)
+            if self._has_ended(worker, reference):
+                # Killing its actor frees its cores and GPUs.
+                ray.kill(worker.actor)
         self._stop_if_over()
         # A second signal ends the command at once, without waiting for the workers.
         must_wait = not self._control.at_once
         return bool(self._workers) and must_wait
 
+    def _has_ended(self, worker: Worker, reference: Any) -> bool:
+        """Record the report or the error of a worker; tell whether it has ended for good.
+
+        `reference` is the Ray reference of its report. If the worker's process is lost, it is started again,
+        unless it has died too often or the run is over.
+        """
+        try:
+            self.last = ray.get(reference)
+        except RayTaskError as failure:
+            self._record_failure(failure.cause)
+        except ActorUnavailableError as failure:
+            # The connection to the actor is lost. If the actor is dead, Ray restarts it. While Ray finds out,
+            # it may raise this error many times.
+            time.sleep(TIMING.ray_poll)
+            self._count_death(worker)
+            if self._stop_reason is None and len(worker.dead_processes) <= MOST_DEATHS:
+                log.warning(
+                    "a worker died or cannot be reached, and is started again: %s", _first_line(failure)
+                )
+                self.start(worker)
+                return False
+            self._record_failure(
+                BatchrunError(
+                    f"a worker died {len(worker.dead_processes)} times in succession, and no row "
+                    f"finished between its deaths; the last one: {_first_line(failure)}",
+                    hint="see its log (`ray logs`) and run the same command again: it resumes",
+                )
+            )
+        except RayError as failure:
+            # Ray cannot start the actor, or the actor was killed and Ray does not restart it.
+            self._record_failure(failure)
+        return True
+
     def _count_death(self, worker: Worker) -> None:
         """Record the process of a failed worker as dead; forget earlier ones if rows have finished since."""
         try:
-            process = ray.get(worker.process, timeout=0)
+            process_id = ray.get(worker.process_id, timeout=0)
         except RayError:
-            # The connection was lost before the process told its ID.
+            # The connection was lost before the process reported its ID.
             return
-        if process in worker.dead_processes:
+        if process_id in worker.dead_processes:
             return
-        rows_done = self._rows_done()
-        if rows_done > worker.rows_done:
+        finished_rows = self._finished_rows()
+        if finished_rows > worker.rows_at_death:
             worker.dead_processes.clear()
-        worker.rows_done = rows_done
-        worker.dead_processes.add(process)
+        worker.rows_at_death = finished_rows
+        worker.dead_processes.add(process_id)
 
-    def _rows_done(self) -> int:
+    def _finished_rows(self) -> int:
         """Return the number of finished rows of the run; 0 if it has not begun."""
         try:
             return status(self._job.output.path, watch=False).rows_on_disk
@@ -366,8 +380,8 @@ class Workers:
                 f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
                 hint="see its log (`ray logs`) and run the same command again: it resumes",
             )
-        # The command prints the error with which it ends: that of the last worker, or that of an invalid job.
-        # Any other error is logged here.
+        # The command itself prints the error with which it ends: that of the last worker, or that of an
+        # invalid job. Any other error is logged here.
         if self._workers and cause.exit_code != EXIT_WRONG:
             log.warning("a worker ended: %s", cause)
         if self.error is None or cause.exit_code > self.error.exit_code:
@@ -387,7 +401,7 @@ class Workers:
             else:
                 return
         for reference, worker in list(self._workers.items()):
-            if _is_ready(worker.process):
+            if _is_ready(worker.process_id):
                 # The actor runs, so it can let its rows in flight finish.
                 worker.actor.stop.remote(*self._stop_reason)
             else:
@@ -415,31 +429,31 @@ def _is_ready(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
 
 
-def _report(group: Workers, path: str, control: Control) -> Report:
+def _report(workers: Workers, path: str, control: Control) -> Report:
     """Return the report of all workers; raises the error of a failed worker if rows remain.
 
     `path` is the output path of the run. A stop by a signal takes precedence over the error of a worker.
     """
-    try:
-        report: Report | None = report_of_all(path)
-    # No worker has started the run, so the run has no files.
-    except OutputError:
-        report = None
-    if control.reason is not None and (report is None or report.rows_left):
+    report: Report | None = None
+    # Without a worker that has started the run, the run has no files.
+    with contextlib.suppress(OutputError):
+        report = report_of_all(path)
+    rows_remain = report is None or report.rows_left > 0
+    if rows_remain and control.reason is not None:
         if report is None:
             raise control.interrupted("before the first row")
         return replace(report, reason=control.reason, exit_code=control.exit_code)
-    if group.error is not None and (report is None or report.rows_left):
-        group.error.report = report
-        raise group.error
+    if rows_remain and workers.error is not None:
+        workers.error.report = report
+        raise workers.error
     assert report is not None
-    last = group.last
+    last = workers.last
     if last is None or last.exit_code == EXIT_DONE:
         return report
     # If files were added to the input during the run, a worker ends with EXIT_STOPPED although no rows
     # remain.
     has_new_files = last.exit_code == EXIT_STOPPED and not last.rows_left
-    if report.rows_left or has_new_files:
+    if rows_remain or has_new_files:
         return replace(report, reason=last.reason, exit_code=last.exit_code, next_step=last.next_step)
     return report
 

@@ -71,6 +71,8 @@ class Adaptation:
         """The newest load sample."""
         self._now: float
         """Time of the newest load sample, in seconds of the monotonic clock."""
+        self._is_stopped = False
+        """Whether the run is stopping, so that no more flags are changed."""
         self._work = self._tune()
         """The generator that tunes; it waits for the next load sample at each `yield`."""
 
@@ -84,12 +86,17 @@ class Adaptation:
         for watch in self._servers.values():
             await asyncio.to_thread(watch.take, sample, now)
         # Run `_tune` until it waits for the next load sample.
-        next(self._work)
+        if not self._is_stopped:
+            next(self._work)
 
     def stop(self) -> None:
-        """Restart no more servers, because the run stops."""
+        """Restart no more servers, and let no row wait for a restart, because the run is stopping.
+
+        It is called again with each poll, for rows that begin to wait later.
+        """
+        self._is_stopped = True
         for server in self._servers:
-            server.forbid_changes()
+            server.cancel_restart()
 
     def _tune(self) -> Iterator[None]:
         """Try one step after another for ever. Each `yield` waits for the next load sample."""

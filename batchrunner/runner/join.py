@@ -479,7 +479,7 @@ def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: C
             leases.directory,
             writer=lock.token,
             check_stop=control.check,
-            replace=False,  # workers may still read earlier sorted copies
+            remove_earlier=False,  # workers may still read earlier sorted copies
         )
         if path:  # a sorted copy of the input sets the order of sending
             leases.store.publish(path)

@@ -20,7 +20,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import IO, Any
 
-from batchrunner.core.errors import EXIT_STOPPED, EXIT_WRONG, BatchrunError, JobError, OutputError
+from batchrunner.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED_ROWS,
+    EXIT_STOPPED,
+    EXIT_WRONG,
+    BatchrunError,
+    JobError,
+    OutputError,
+)
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import load_job
 from batchrunner.report.report import Report, report_of_all
@@ -89,6 +97,8 @@ class LocalWorkers:
         """Number of signals that were passed on: 1 for a gentle stop, 2 for a stop at once."""
         self._worst: BatchrunError | None = None
         """Error of a failed process. If several failed, the first error with the highest exit code."""
+        self._last: BatchrunError | None = None
+        """Error of the process that ended last; None if that process did its rows."""
 
     @property
     def running(self) -> int:
@@ -124,7 +134,11 @@ class LocalWorkers:
             process.wait()
 
     def report(self, path: str) -> Report:
-        """Return the report of the run at `path`; raise the error of a failed process if rows remain."""
+        """Return the report of the run at `path`; raise the error of a failed process if the run is not done.
+
+        If no rows remain, the process that ended last tells whether the run is done. It may have refused the
+        job, or found new input files, so that the stored results are those of an earlier start.
+        """
         control = self._control
         try:
             report = report_of_all(path)
@@ -132,7 +146,7 @@ class LocalWorkers:
             if self._worst is not None:
                 raise self._worst from None
             raise control.interrupted("before the first row was sent") from None
-        if not report.rows_left:
+        if not report.rows_left and self._last is None:
             return report
         # If a signal stopped the run, its exit code matters more than the error of a process.
         if self._worst is not None and control.exit_code in {EXIT_STOPPED, EXIT_WRONG}:
@@ -156,9 +170,12 @@ class LocalWorkers:
 
     def _note_end(self, code: int, output: IO[bytes], errors: IO[bytes]) -> None:
         """Keep the error of a process that failed, unless the processes were told to stop."""
-        if code == 0 or self._control.reason is not None:
+        if code in {EXIT_DONE, EXIT_FAILED_ROWS}:
+            self._last = None
             return
-        error = _error_of(code, output, errors)
+        error = self._last = _error_of(code, output, errors)
+        if self._control.reason is not None:
+            return
         if self._worst is None or str(error) != str(self._worst):
             others = ", and the others take over its rows" if self._processes else ""
             log.warning("a process ended%s: %s", others, error)

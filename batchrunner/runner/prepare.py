@@ -158,7 +158,7 @@ def prepare(
         dataset.log_notes(renderer.columns)
         before = None if fresh else _fingerprint_of(run_dir)
         if before is not None:  # files may have grown since the earlier start
-            dataset.recognize(before["files"])
+            dataset.record_growth(before["files"])
         elif job.output.reuse is not None:
             # The answers of the other run can be reused only if the fields of the prompts are in the same
             # order.
@@ -272,7 +272,9 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
     """Open the input. Raises OutputError if the input contains results of this run, whose path is `run`."""
     paths = with_merged_results(job.input.path, run=run, storage=job.storage)
     prompt = job.prompt
-    batch_rules = BatchRules(prompt.allows_repeated) if isinstance(prompt, BatchPrompts) else None
+    batch_rules = None
+    if isinstance(prompt, BatchPrompts):
+        batch_rules = BatchRules(allows_repeated=prompt.allows_repeated, endpoint=prompt.endpoint)
     dataset = Dataset(job.input, run, job.storage, copies, paths=paths, batch_rules=batch_rules)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")

@@ -352,6 +352,8 @@ class Sending:
         After `limits.deadline`, send no more rows. Raises the StorageError of a failed background write.
         """
         self._loads = loads
+        if self._control.reason is not None and self._adaptation is not None:
+            self._adaptation.stop()
         sample = self.progress.polled(loads, now)
         self._show(sample)
         if now >= self._next_sample_at:

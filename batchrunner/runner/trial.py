@@ -40,7 +40,7 @@ LOG_INTERVAL = 10
 nothing and gives the number of passes to within 10."""
 FEWEST_DECODES = 5
 """Minimum number of logged decode passes for a mean."""
-SETUP = frozenset(name.replace("-", "_") for name in FLAGS) | {
+STORED_ARGUMENTS = frozenset(name.replace("-", "_") for name in FLAGS) | {
     "cuda_graph_config", "disable_cuda_graph", "dp_size", "enable_dp_attention",
     "enable_piecewise_cuda_graph", "pp_size",
 }  # fmt: skip
@@ -51,11 +51,14 @@ Passes = Sequence[tuple[str, LoggedBatch]]
 
 
 def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
-    """Return a server's setup, from its log before the first forward pass or else from its arguments."""
+    """Return the facts about a server's setup that are stored with a trial.
+
+    They come from its log before the first forward pass, or else from its arguments `args`.
+    """
     lines_of_start = takewhile(lambda line: not isinstance(record_in(clean(line)), LoggedBatch), lines)
     facts, _ = read_server(EndedServer([*lines_of_start], args))
     return Facts(
-        arguments={name: value for name, value in facts.arguments.items() if name in SETUP},
+        arguments={name: value for name, value in facts.arguments.items() if name in STORED_ARGUMENTS},
         ready=facts.ready,
         states=facts.states,
         weights_gb=facts.weights_gb,
@@ -74,8 +77,8 @@ def signs_of_passes(passes: Passes, tokens: float) -> dict[str, Any]:
     """Return statistics of logged passes, as fields of TrialSigns.
 
     `tokens` is the number of output tokens of these passes. `running` and `usage` are means over the logged
-    decode passes. Polls of the load would not do, because they also come during prefills, when fewer requests
-    run.
+    decode passes. Readings of the load would not do, because they also come during prefills, when fewer
+    requests run.
     """
     decodes = [batch for _, batch in passes if batch.decode]
     prefill_tokens = [batch.new_tokens for _, batch in passes if not batch.decode]
@@ -85,7 +88,7 @@ def signs_of_passes(passes: Passes, tokens: float) -> dict[str, Any]:
     decode_passes = LOG_INTERVAL * len(decodes)
     figures: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
-        # Each scheduler (rank) logs its own requests. `running` is the number of all of them.
+        # Each scheduler (rank) logs its own requests, and `running` counts those of all ranks.
         ranks = len({rank for rank, _ in passes})
         figures["running"] = round(ranks * fmean(batch.running for batch in decodes), 1)
         figures["usage"] = round(fmean(batch.usage for batch in decodes), 3)
@@ -114,12 +117,13 @@ def output_rate(passes: Passes) -> float | None:
     and ends. Each log line of a decode pass has the tokens/s since the line before it, prefills included. The
     number of running requests tells how many tokens these are.
     """
-    by_rank = defaultdict[str, list[LoggedBatch]](list)
+    decodes_by_rank = defaultdict[str, list[LoggedBatch]](list)
     for rank, batch in passes:
         if batch.decode:
-            by_rank[rank].append(batch)
-    rates, lines = [], 0
-    for batches in by_rank.values():
+            decodes_by_rank[rank].append(batch)
+    rates: list[float] = []
+    lines = 0
+    for batches in decodes_by_rank.values():
         tokens = seconds = 0.0
         # The first line is left out, because its rate covers the time before the measurement.
         for before, after in pairwise(batches):
@@ -157,11 +161,12 @@ class TrialRunner:
     async def _run(self, request: TrialRequest, directory: Path, within_s: float) -> TrialResult:
         """Run a trial in a directory of its own; return the result without its cost."""
         start = time.monotonic()
-        shutil.rmtree(directory, ignore_errors=True)  # passes in an earlier trial's log would count
+        # Passes in the log of an earlier trial would count.
+        shutil.rmtree(directory, ignore_errors=True)
         args = {**arguments_in(request.args), "decode-log-interval": LOG_INTERVAL}
         env = {**self.engine.env, **variables_in(request.args)}
         start_s = min(self.engine.start_timeout, within_s)
-        # A server that dies must end the trial, so it is not healed.
+        # If the server dies, the trial must end, so the server is not restarted.
         spec = self.engine.model_copy(
             update={"args": args, "env": env, "start_timeout": start_s, "heal": False}
         )
@@ -174,14 +179,14 @@ class TrialRunner:
             )
         except EngineStartError as failure:
             # If the time was up during the start, the flags are not to blame.
-            is_cut = time.monotonic() - start >= within_s
-            return TrialResult("cut" if is_cut else "died", str(failure), 0.0)
+            is_time_up = time.monotonic() - start >= within_s
+            return TrialResult("cut" if is_time_up else "died", why=str(failure), cost_s=0.0)
         finally:
             await engine.close()
             shutil.rmtree(directory / "run", ignore_errors=True)
 
     async def _measure(
-        self, engine: Engine, info: EngineInfo, request: TrialRequest, out: Path, remaining_s: float
+        self, engine: Engine, info: EngineInfo, *, request: TrialRequest, out: Path, remaining_s: float
     ) -> TrialResult:
         """Send the sample to an open engine until its speed is known, for at most `remaining_s` seconds.
 
@@ -197,9 +202,9 @@ class TrialRunner:
             args=request.args,
         )
         try:
-            report = await execute(
-                self._job_into(out), engine=SharedEngine(cast("Engine", meter), info), control=control
-            )
+            # The meter has all methods of an engine, most of them by `__getattr__`.
+            shared_engine = SharedEngine(cast("Engine", meter), info)
+            report = await execute(self._job_of_sample(out), engine=shared_engine, control=control)
             failed_share = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
             if report.failures and not report.rows_ok:
                 meter.stop(("measured", f"all rows failed, for example: {report.failures[0]['example']}"))
@@ -211,7 +216,7 @@ class TrialRunner:
             failed_share = 0.0
         return replace(meter.result(info), failed_share=round(failed_share, 4))
 
-    def _job_into(self, out: Path) -> Job:
+    def _job_of_sample(self, out: Path) -> Job:
         """Return the job with the sample as its input, and `out` as its output path."""
         return self.job.model_copy(
             update={
@@ -245,17 +250,16 @@ class MeasuringEngine(ObservedEngine):
     end: End | None = None
     """Why the trial was stopped. None while it runs, or if all its rows are done."""
     _log_bytes: int | None = None
-    """Size of the log in bytes at the end of the trial."""
+    """Size of the log in bytes when the trial was stopped; None if it was not stopped."""
     _answers: list[str] = field(default_factory=list)
     """Texts of the first answers, at least MOST_ANSWERS if there are as many."""
-
-    def __post_init__(self) -> None:
-        """Begin to count the time of the trial."""
-        self._opened = self._last = time.monotonic()
+    _created_at: float = field(default_factory=time.monotonic)
+    _ended_at: float = field(default_factory=time.monotonic)
+    """Time at which the trial was stopped, or of the last answer so far."""
 
     def observe(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:  # noqa: ARG002
         """Count the tokens of an answer."""
-        self._last = time.monotonic()
+        self._ended_at = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
         # A completion without a reported number counts as one token.
         tokens = sum(count or 1 for count in completion.completion_tokens)
@@ -268,8 +272,10 @@ class MeasuringEngine(ObservedEngine):
         loads = await self._engine.loads()
         now = time.monotonic()
         if self.first_sent_at is not None:
-            self.stop(self.watch.record_load(now - self.first_sent_at, loads, self._log_size()))
-        if now - self._opened > self.within_s:
+            end = self.watch.record_load(now - self.first_sent_at, loads, self._log_size())
+            if end is not None:
+                self.stop(end)
+        if now - self._created_at > self.within_s:
             self.stop(("cut", "the time budget is used up"))
         return loads
 
@@ -294,24 +300,33 @@ class MeasuringEngine(ObservedEngine):
         Limits that are not in the log are taken from `info`.
         """
         ended, why = self.end or ("measured", "all rows of the sample")
-        at_s = self._last - (self.first_sent_at or self._last)
+        duration_s = 0.0 if self.first_sent_at is None else self._ended_at - self.first_sent_at
         # `TrialRunner.run` adds the cost once the server has shut down.
-        result = self.watch.result(ended, why, at_s, 0.0)
+        result = self.watch.result(ended, why, duration_s, cost_s=0.0)
         log = self.log_path.read_bytes() if self.log_path else b""
-        # Only the steady part of the trial counts: the log between these two moments.
-        begin, until = self.watch.measured_span(
-            TrialProgress(at_s, self.watch.tokens, self.watch.rows, self._log_bytes or len(log))
+        at_end = TrialProgress(
+            duration_s, tokens=self.watch.tokens, rows=self.watch.rows, log_bytes=self._log_bytes or len(log)
         )
+        # Only the steady part of the trial counts: the log between these two moments.
+        begin, until = self.watch.measured_span(at_end)
         passes = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
         # With `--enable-mixed-chunk`, prefill passes decode too, and the log does not count their tokens. So
         # the tokens of the answers are counted, and the log gives no rate.
         prefills_decode = bool(self.args.get(name_in(self.args, "enable-mixed-chunk")))
-        tokens = until.tokens - begin.tokens if prefills_decode else output_tokens(passes)
-        rate = None if prefills_decode else output_rate(passes)
+        if prefills_decode:
+            tokens: float = until.tokens - begin.tokens
+            rate = None
+        else:
+            tokens = output_tokens(passes)
+            rate = output_rate(passes)
         signs_of_log = signs_of_passes(passes, tokens)
         signs = replace(result.signs, **signs_of_log, repeated=round(words_a_step(self._answers), 2))
         facts = server_facts(_lines(log), self.args)
-        limits = ServerReady(signs.pool_tokens, info.prefill_tokens, signs.max_running)
+        limits = ServerReady(
+            max_total_num_tokens=signs.pool_tokens,
+            chunked_prefill_size=info.prefill_tokens,
+            max_running_requests=signs.max_running,
+        )
         return replace(
             result,
             # Without a rate in the log, the rate of the answers counts.
@@ -320,11 +335,15 @@ class MeasuringEngine(ObservedEngine):
             facts=replace(facts, ready=facts.ready or limits),
         )
 
-    def stop(self, end: End | None) -> None:
-        """Stop the trial for the first `end` that is not None. Ignore None and later calls."""
-        if end is not None and self.end is None:
-            self.end, self._last, self._log_bytes = end, time.monotonic(), self._log_size()
-            self.control.stop(end[1])
+    def stop(self, end: End) -> None:
+        """Stop the trial. Only the first call counts."""
+        if self.end is not None:
+            return
+        self.end = end
+        self._ended_at = time.monotonic()
+        self._log_bytes = self._log_size()
+        _, why = end
+        self.control.stop(why)
 
     def _log_size(self) -> int:
         """Return the size of the server's log in bytes."""

@@ -15,7 +15,6 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,14 @@ import pyarrow as pa
 
 from batchrunner.core.errors import BatchrunError, EngineLostError, InputError
 from batchrunner.engines.registry import launched_model
-from batchrunner.input.batch_lines import MOST_FAULTS, BatchFileError, LineFault, request_lines
+from batchrunner.input.batch_lines import BatchFileError, request_lines
 from batchrunner.input.compression import HEAD_BYTES, codec_of, decompressed
-from batchrunner.input.request_bodies import URL
 from batchrunner.input.text_files import skip_bom
 from batchrunner.input.text_lines import read_lines
 from batchrunner.job.call import CUSTOM_ID, job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import CANCELLED, EXPIRED, publish
+from batchrunner.output.events import last_sample
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.samples import RunSample
 from batchrunner.runner.control import Control
@@ -64,6 +63,14 @@ def request_counts(*, total: int, completed: int = 0, failed: int = 0) -> Record
     return {"total": total, "completed": completed, "failed": failed}
 
 
+def _counts_in(sample: RunSample) -> Record:
+    return request_counts(
+        total=sample.rows_total,
+        completed=sample.rows_done - sample.rows_failed,
+        failed=sample.rows_failed,
+    )
+
+
 class BatchDisplay(Display):
     """Publishes the state of a running batch: its counts of requests, and the server's activity."""
 
@@ -72,11 +79,7 @@ class BatchDisplay(Display):
 
     def show(self, sample: RunSample) -> None:
         """Publish the present state of the run."""
-        self._batch["request_counts"] = request_counts(
-            total=sample.rows_total,
-            completed=sample.rows_done - sample.rows_failed,
-            failed=sample.rows_failed,
-        )
+        self._batch["request_counts"] = _counts_in(sample)
         self._activity.update(self._batch["id"], sample, time.time())
 
     def close(self) -> None:
@@ -103,7 +106,8 @@ class Batches:
         """Run batches on an open engine.
 
         `options` are the arguments of `job_of_batch` that all batches share. `server` is used to stop the
-        HTTP server if it started the engine and the engine is lost.
+        HTTP server if it started the engine and the engine is lost. The unfinished batches of an earlier
+        process get the counts of requests that their runs logged last.
         """
         self._server = server
         self._state = state
@@ -124,6 +128,11 @@ class Batches:
         owner waits. Thus the owners get `_whole_file` in turn, however many batches they have."""
         self.lost: EngineLostError | None = None
         """The error with which an engine that the server started was lost; None while it works."""
+        # The records on the disk have the counts of requests at the last change of the status.
+        for batch in state.unfinished_batches():
+            sample = last_sample(RunDir(state.path_of(BATCHES, batch["id"])).events)
+            if sample is not None:
+                batch["request_counts"] = _counts_in(sample)
 
     def start(self, batch: Record) -> None:
         """Start or resume a batch."""
@@ -256,30 +265,20 @@ class Batches:
         """Return the job of a batch on the server's engine."""
         requests = self._state.path_of(FILES, batch["input_file_id"])
         run = self._state.path_of(BATCHES, batch["id"])
-        return job_of_batch(str(requests), str(run), **self._options)
+        return job_of_batch(str(requests), str(run), endpoint=batch["endpoint"], **self._options)
 
     def _validate(self, batch: Record, other_batches: Sequence[Record]) -> None:
-        """Raise InputError if the file has no requests, or one for another endpoint than the batch's.
+        """Raise InputError if the file has no requests.
 
-        Raises BatchFileError for unusable custom_ids, and TooManyRequestsError if the owner has too many
-        requests, together with its `other_batches`. With any other fault, only the line itself fails. The
-        number of requests is stored in the batch's record.
+        Raises BatchFileError for unusable custom_ids and for other endpoints than the batch's, and
+        TooManyRequestsError if the owner has too many requests, together with its `other_batches`. With any
+        other fault, only the line itself fails. The number of requests is stored in the batch's record.
         """
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             total = prepared.dataset.total_rows
         excess = self._owners.excess_of_queue(_owner_of(batch), other_batches, new=total)
         if excess is not None:
             raise TooManyRequestsError(excess)
-        endpoint = batch["endpoint"]
-        other_urls = (
-            LineFault(number, "invalid_url", f"line {number}: its url is not the batch's {endpoint}")
-            for number, request, problem in self._lines(batch)
-            if problem is None and request[URL] != endpoint
-        )
-        # Only a few faults are reported, so reading ends after them.
-        faults = [*islice(other_urls, MOST_FAULTS)]
-        if faults:
-            raise BatchFileError(faults[0].problem, faults)
         batch["request_counts"] = request_counts(total=total)
 
     def _lines(self, batch: Record) -> Iterator[tuple[int, Mapping[str, Any], str | None]]:

@@ -75,7 +75,8 @@ class BatchesApi:
             "model": self._batches.info.model,
             "created_at": now(),
             "expires_at": now() + math.ceil(new_batch.completion_window),
-            "completion_window": json.loads(body)["completion_window"],
+            # As the client wrote it. OpenAI's clients expect a text, so a number of seconds becomes one.
+            "completion_window": str(json.loads(body)["completion_window"]),
             "request_counts": request_counts(total=0),
             OWNER: owner.name,
         }

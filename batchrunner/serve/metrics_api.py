@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from aiohttp import web
@@ -23,6 +24,8 @@ CHECK_EVERY_S = 2.0
 READ_S = 2.0
 """Seconds within which the server's directory must answer."""
 PREFIX = "batchrunner_serve_"
+OUTCOMES, KINDS = ("completed", "failed"), ("input", "output")
+"""Values of the label `outcome` of requests, and of the label `kind` of tokens."""
 
 
 class Readiness:
@@ -102,12 +105,12 @@ class BatchTally:
         for name, last_counts in [*self._unfinished.items()]:
             batch = batches[name]
             owner, counts = batch.get(OWNER, ""), batch["request_counts"]
-            if counts != last_counts and name in self._resumed:
-                # The first counts of a batch that an earlier process began include requests of that process.
-                # Only later changes count.
+            if counts is not last_counts and name in self._resumed:
+                # The first counts that a run reports include requests that an earlier process answered. Only
+                # later changes count.
                 self._resumed.remove(name)
             else:
-                for outcome in ("completed", "failed"):
+                for outcome in OUTCOMES:
                     # A count that has fallen adds nothing.
                     ended = counts[outcome] - last_counts.get(outcome, 0)
                     self.ended_requests[owner, outcome] += max(0, ended)
@@ -115,7 +118,7 @@ class BatchTally:
             if batch["status"] in FINAL_STATUSES:
                 del self._unfinished[name]
                 self.ended_batches[owner, batch["status"]] += 1
-                for kind in ("input", "output"):
+                for kind in KINDS:
                     self.tokens[owner, kind] += (batch["usage"] or {}).get(f"{kind}_tokens", 0)
         return [batches[name] for name in self._unfinished]
 
@@ -210,15 +213,22 @@ class MetricsApi:
             "requests",
             "Requests that ended since the start of the server.",
             labels=["owner", "outcome"],
-            values=tally.ended_requests,
+            values={**self._zeros(OUTCOMES), **tally.ended_requests},
         )
         yield _family(
             CounterMetricFamily,
             "tokens",
             "Tokens of the batches that ended since the start of the server.",
             labels=["owner", "kind"],
-            values=tally.tokens,
+            values={**self._zeros(KINDS), **tally.tokens},
         )
+
+    def _zeros(self, values: Iterable[str]) -> dict[tuple[str, str], int]:
+        """Return 0 for each owner and value of a label.
+
+        Prometheus cannot see an increase from a missing counter, so counters begin at 0.
+        """
+        return dict.fromkeys(product(self._owners.names, values), 0)
 
     def _of_files(self) -> Iterator[Metric]:
         """Yield the numbers and sizes of files, and the free disk space."""

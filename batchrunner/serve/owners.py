@@ -37,7 +37,10 @@ MOST_CALLS_AT_ONCE = 200.0
 class Owner(BaseModel):
     """An owner of files and batches: an entry of the file given by `--keys`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    # In a header, spaces around a key do not count. YAML's block texts end with a line break.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, str_strip_whitespace=True
+    )
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     key: SecretStr | None = None

@@ -47,6 +47,8 @@ LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 OPEN_PATHS = {"/", "/health", "/ready"}
 """Paths that need no API key: the page, which has no data itself, and the two for health checks of load
 balancers and orchestrators, which have no key."""
+STORAGE_PROBLEM = "The server cannot use its disk, which may be full: repeat the call later."
+"""Error message of a call that fails because of the disk. The server's log has the path and the cause."""
 USAGE = "usage.json"
 """File in the server's directory with the tokens that each owner has used on this day."""
 SWEEP_S = 60.0
@@ -125,8 +127,11 @@ class Api:
             raise ApiError(400, "The body cannot be decoded: check its Content-Encoding.") from None
         except web.HTTPException as failure:
             raise ApiError(failure.status, f"{failure.reason}: {request.method} {request.path}") from None
+        except (OSError, StorageError) as failure:
+            log.warning("%s %s failed: %s", request.method, request.path, failure)
+            raise ApiError(507, STORAGE_PROBLEM, code="storage_error") from None
         except Exception as failure:
-            is_unforeseen = not isinstance(failure, (OSError, BatchrunError))
+            is_unforeseen = not isinstance(failure, BatchrunError)
             log.warning("%s %s failed: %s", request.method, request.path, failure, exc_info=is_unforeseen)
             raise ApiError(500, "The call failed: see the log of the server.") from None
         return result if isinstance(result, web.StreamResponse) else web.json_response(result)
@@ -232,7 +237,8 @@ async def serve(
     is a file with the API keys of several owners; None for one owner, whose key is in API_KEY_VARIABLE. The
     server accepts `most_files` files of at most `most_bytes` bytes.
     """
-    key = os.environ.get(API_KEY_VARIABLE, "")
+    # A key from a file often has a line break at its end.
+    key = os.environ.get(API_KEY_VARIABLE, "").strip()
     _check_options(directory, host=host, key=key, keys=keys)
     # A batch has an expiry instead of a deadline. Like OpenAI's, it goes on however many lines fail.
     limits = ("limits.deadline=null", "limits.abort_failed_share=1")

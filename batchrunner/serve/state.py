@@ -67,6 +67,9 @@ class State:
                 if _SERVER_NAMES.fullmatch(path.stem):
                     with using_run(str(path)):
                         self.records[kind][path.stem] = json.loads(path.read_bytes())
+        # IDs sort by age, but a file of results has the ID of its batch, which is older than the file.
+        by_age = sorted(self.records[FILES].values(), key=self._age_of_file)
+        self.records[FILES] = {file["id"]: file for file in by_age}
         # The run of a finished batch is not needed. Content without a record is incomplete.
         used_names = {*self.records[FILES], *(batch["id"] for batch in self.unfinished_batches())}
         for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
@@ -84,6 +87,10 @@ class State:
         """Number of changes of each owner's batches since the start of the server, by the owner's name."""
         self._changing = asyncio.Lock()
         """Allows one change at a time, from its checks until it is written."""
+
+    def _age_of_file(self, file: Record) -> tuple[int, int]:
+        """Return when a file was created, in seconds, and when its record was written, in nanoseconds."""
+        return file["created_at"], self.path_of(FILES, f"{file['id']}.json").stat().st_mtime_ns
 
     def path_of(self, kind: str, name: str) -> Path:
         """Return the path of a file's content, or of a batch's run."""

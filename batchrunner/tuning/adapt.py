@@ -77,7 +77,7 @@ def steps_for(
             args |= next_setting("held", RESERVATION_FLAG, situation.server, flags)
         if advice.rule not in ADAPTING_RULES or not args or not all(map(may_change, args)):
             continue
-        old = {name: situation.server.now(name) for name in args}
+        old = {name: situation.server.value_of(name) for name in args}
         name = f"{advice.rule}, {command_line(old)}"
         # The expected gain of an untried step grows with the size of the change; see EXPECTED.
         doublings = _doublings(old, args)

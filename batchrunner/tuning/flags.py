@@ -23,7 +23,7 @@ from batchrunner.sglang.model_files import kv_bytes
 from batchrunner.tuning.ngrams import CORPUS_BUDGET, checking_cost
 from batchrunner.tuning.signals import GUIDES
 
-OF_DECODING = frozenset({
+DECODING_SIGNS = frozenset({
     "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
     "large-pages", "small-model", "wide-numbers",
 })  # fmt: skip
@@ -66,18 +66,18 @@ class Server:
     """Whether prompts have images, sounds or videos; None if unknown."""
     raises_running: bool = True
     """Whether `--max-running-requests` may be raised."""
-    why: str = ""
+    death_line: str = ""
     """Log line that names the cause of the server's death; empty if the server did not die."""
 
-    def now(self, flag: str) -> float | None:
-        """Return the value of a flag on this server, in the unit of the command line; None if unknown."""
+    def value_of(self, flag: str) -> float | None:
+        """Return the present value of a flag, as on the command line (`in_effect`); None if unknown."""
         return in_effect(self.facts, flag)
 
     @property
     def kv_share(self) -> float:
         """Size of the KV cache in use divided by the size of the weights, on one GPU; 0 if unknown."""
         token_bytes = kv_bytes(self.facts.config, BYTES_OF_16_BITS) or 0
-        pool_gb = (self.now("max-total-tokens") or 0) * token_bytes / self.facts.tp / 1e9
+        pool_gb = (self.value_of("max-total-tokens") or 0) * token_bytes / self.facts.tp / 1e9
         return self.usage * pool_gb / self.facts.weights_gb if self.facts.weights_gb else 0.0
 
     @property
@@ -93,7 +93,7 @@ class Server:
     @property
     def band(self) -> MemoryBand:
         """Free GPU memory that SGLang's tuning guides advise, scaled to this GPU and this prefill chunk."""
-        chunk = self.now("chunked-prefill-size") or 0
+        chunk = self.value_of("chunked-prefill-size") or 0
         scale = min(1.0, (self.facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
         chunk_gb = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
         return MemoryBand(
@@ -113,7 +113,7 @@ CHUNK_GB_A_TOKEN = 1.5 / 1024
 """Memory for activations of a prefill chunk, in GB per token. The value is from SGLang's memory_hook.py."""
 GRAPH_GB_A_REQUEST = 2 / 1024
 """Memory of a decode graph, in GB per request of its batch. The value is from SGLang's memory_hook.py."""
-USUAL_CAPTURED = 160
+USUAL_GRAPH_SIZE = 160
 """Assumed largest batch with a CUDA graph, in requests, if the server's log does not report it (SGLang's
 tuning guides: "typically 160-256")."""
 LEAST_POOL = 0.05
@@ -121,11 +121,11 @@ LEAST_POOL = 0.05
 DP_ATTENTION_CONSERVATIVENESS = 0.3
 """Factor by which SGLang multiplies `--schedule-conservativeness` if DP attention is on
 (parallel_hook.py)."""
-_DIVIDED = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
+_DIVIDED_BY_RANKS = {"chunked-prefill-size", "max-running-requests", "max-mamba-cache-size"}
 """Flags whose values DP attention divides by the number of its ranks. Each rank logs its own share."""
-_TOTALS = {"max-running-requests", "max-mamba-cache-size"}
-"""Flags of `_DIVIDED` that the server's logged arguments give as a total over all ranks."""
-_AT_READY = {
+_LOGGED_AS_TOTAL = {"max-running-requests", "max-mamba-cache-size"}
+"""Flags of `_DIVIDED_BY_RANKS` that the server's logged arguments give as a total over all ranks."""
+_READY_FIELDS = {
     "chunked-prefill-size": "chunked_prefill_size",
     "max-running-requests": "max_running_requests",
     "max-total-tokens": "max_total_num_tokens",
@@ -144,25 +144,25 @@ def in_effect(facts: Facts, flag: str) -> float | None:
     if flag.startswith("cuda-graph-max-bs"):
         return facts.graph_max_bs
     # The scheduler knows best what it uses. The logged arguments come second.
-    rank_value = getattr(facts.ready, _AT_READY.get(flag, ""), None)
+    rank_value = getattr(facts.ready, _READY_FIELDS.get(flag, ""), None)
     if rank_value is None:
         argument = facts.number(flag.replace("-", "_"))
         if argument is None:
             return None
-        if flag in _TOTALS:
+        if flag in _LOGGED_AS_TOTAL:
             # This argument already is the total of all ranks.
             return int(argument)
         rank_value = argument
-    value = as_flag(facts, flag, rank_value)
+    value = on_command_line(facts, flag, rank_value)
     return int(value) if value == int(value) else value
 
 
-def as_flag(facts: Facts, flag: str, value: float) -> float:
+def on_command_line(facts: Facts, flag: str, value: float) -> float:
     """Return the value to write for the flag so that each scheduler gets `value`.
 
     With DP attention, SGLang divides some flags by the number of ranks, and multiplies another by a factor.
     """
-    if facts.attn_dp > 1 and flag in _DIVIDED:
+    if facts.attn_dp > 1 and flag in _DIVIDED_BY_RANKS:
         return value * facts.attn_dp
     if facts.attn_dp > 1 and flag == "schedule-conservativeness":
         return round(value / DP_ATTENTION_CONSERVATIVENESS, 2)
@@ -175,7 +175,7 @@ def least_fraction(facts: Facts) -> float:
     return weights / card + LEAST_POOL if weights and card else 0.0
 
 
-NORMAL = 1.0
+DEFAULT_CONSERVATIVENESS = 1.0
 """SGLang's default of `--schedule-conservativeness`."""
 LESS_CONSERVATIVE = 0.3
 """`--schedule-conservativeness` that SGLang's tuning guides advise if a scheduler admits too few requests."""
@@ -189,9 +189,9 @@ the fraction min(0.7 x conservativeness, 1)."""
 MOST_CLIP = 4096
 """SGLang's default clip for reserved output: it reserves memory for at most this many tokens of each
 output."""
-SHORTER = 0.9
-"""SGLang's clip for reserved output tokens is lowered only if it falls below this fraction of its value."""
-FEWER = 0.9
+CLEARLY_SHORTER = 0.9
+"""The clip for reserved output tokens is lowered only if it falls below this fraction of the present one."""
+FEWER_RUNNING = 0.9
 """If the KV pool is too small, `--max-running-requests` falls to this fraction of the running requests."""
 MOST_RUNNING = 4096
 """SGLang's largest default of `--max-running-requests`."""
@@ -199,8 +199,8 @@ MOST_RAISE = 32
 """Maximum factor by which `--max-running-requests` is raised at once."""
 LEAST_RUNNING = 4
 """Minimum `--max-running-requests` that is tried."""
-MOST_TIMES = 8
-"""Factor of the second larger prefill chunk. It is tried if doubling the chunk gave no gain."""
+LARGE_CHUNK_FACTOR = 8
+"""Factor of the second larger prefill chunk. It is tried because doubling may gain nothing."""
 CHUNKS = (4096, 2048)
 """The two steps down of `--chunked-prefill-size`, in tokens, in SGLang's tuning guides."""
 LARGEST_CHUNK = 16_384
@@ -211,26 +211,24 @@ programs use too."""
 FRACTION_STEP = 0.01
 """Amount by which SGLang's tuning guides raise `--mem-fraction-static` at a time."""
 HIGHEST_FRACTION = 0.95
-"""Maximum `--mem-fraction-static` that is tried."""
+"""Maximum `--mem-fraction-static` that is computed. Only trials go further, by FRACTION_STEP at a time."""
 ROOM_STEP = 0.05
 """If the weights leave no room for a KV pool, `--mem-fraction-static` rises by this step."""
 MOST_POOL = 8
 """Maximum factor by which the KV pool of a server on a CPU grows at once."""
 LARGER_POOL = 1.1
 """A pool is enlarged only if it grows by at least this factor."""
-MOST_STATES = 0.9
+MOST_STATE_SHARE = 0.9
 """Maximum size of a hybrid model's state pool, as a fraction of the memory of state pool and KV pool."""
 STATE_STRATEGY = "mamba-radix-cache-strategy"
 LAZY_SLOTS = 4
 """Number of state slots that a request takes with the strategy `extra_buffer_lazy`."""
 GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
-"""Values of `--cuda-graph-max-bs-decode`, in requests, that are tried."""
-GRAPH = 64
-"""First value to try for the largest batch with a CUDA graph, in requests, if its present value is unknown.
-"""
-LEAST_GRAPH = 16
-"""Minimum value to try for the largest batch with a CUDA graph, in requests. An error message of SGLang
-proposes it."""
+"""Larger values of `--cuda-graph-max-bs-decode` to try, in requests."""
+SMALLER_GRAPH_SIZE = 64
+"""Smaller `--cuda-graph-max-bs-decode` to try, in requests, if the present value is unknown."""
+LEAST_GRAPH_SIZE = 16
+"""Minimum `--cuda-graph-max-bs-decode` to try, in requests. An error message of SGLang proposes it."""
 NGRAM = "speculative-algorithm"
 """Flag that turns on n-gram speculation (value NGRAM)."""
 CORPUS_FLAG = "speculative-ngram-external-sam-budget"
@@ -242,13 +240,13 @@ BYTES_OF_16_BITS = 2
 """Number of bytes of a number in the KV cache of an unquantised model."""
 TOKENIZERS = 4
 """`--tokenizer-worker-num` and `--detokenizer-worker-num`, in processes, if one process is too slow."""
-LOADERS = 16
+MEDIA_LOADERS = 16
 """`--mm-io-worker-num`, in threads: SGLang's value for a model with many images (kimi_k3.py in
 multimodal/processors)."""
-PROCESSORS = 2
+MEDIA_PROCESSORS = 2
 """`--mm-processor-worker-num`, in threads: SGLang's value for a model with many images (kimi_k3.py in
 multimodal/processors)."""
-_LANGUAGE_ALONE = (
+_LANGUAGE_MODEL_ONLY = (
     "DeepseekV4ForCausalLM", "MuseGlimmerForConditionalGeneration", "Cosmos3ForConditionalGeneration",
     "Cosmos3EdgeForConditionalGeneration",
 )  # fmt: skip
@@ -261,7 +259,7 @@ _BACKENDS: Mapping[Architecture, tuple[str, str]] = {
 }
 """For each generation of GPUs, the attention backend that SGLang's tuning guides advise, and one to compare
 it with."""
-_CHOSEN_FOR = (
+_BACKEND_CHOSEN_BY_SGLANG = (
     "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
     "Inkling", "MiniCPM", "Llama4",
 )  # fmt: skip
@@ -272,31 +270,35 @@ NextValues = Callable[[Server], Sequence[Any]]
 """A function that returns the values of a flag to take next, in order; empty if no value remains."""
 
 
-def _bolder(server: Server) -> list[float]:
+def _less_conservative(server: Server) -> list[float]:
     """Return lower values of `--schedule-conservativeness`, so that SGLang admits more requests.
 
-    The first is the value of SGLang's tuning guides, or a lower one if the flag is there already. The second
+    The first is the value of SGLang's tuning guides, or a lower one if the flag is not above it. The second
     is SGLang's default, if the flag is above it.
     """
     name = "schedule-conservativeness"
-    present = server.now(name) or NORMAL
-    low = as_flag(server.facts, name, LESS_CONSERVATIVE)
+    present = server.value_of(name) or DEFAULT_CONSERVATIVENESS
+    low = on_command_line(server.facts, name, LESS_CONSERVATIVE)
     if present <= low:
-        low = as_flag(server.facts, name, LEAST_CONSERVATIVE)
-    return [value for value in (low, NORMAL) if value < present]
+        low = on_command_line(server.facts, name, LEAST_CONSERVATIVE)
+    return [value for value in (low, DEFAULT_CONSERVATIVENESS) if value < present]
 
 
-def _calmer(server: Server) -> list[float]:
+def _more_conservative(server: Server) -> list[float]:
     """Return higher values of `--schedule-conservativeness`, so that SGLang retracts fewer requests."""
     name = "schedule-conservativeness"
-    most = round(as_flag(server.facts, name, MOST_CONSERVATIVE), 2)
-    return [value for value in (MORE_CONSERVATIVE, most) if value > (server.now(name) or NORMAL)]
+    present = server.value_of(name) or DEFAULT_CONSERVATIVENESS
+    # The first value is one for the command line: with DP attention, too, it is a small step up. The second
+    # is computed from the value that each scheduler must get.
+    most = round(on_command_line(server.facts, name, MOST_CONSERVATIVE), 2)
+    return [value for value in (MORE_CONSERVATIVE, most) if value > present]
 
 
-def _clip(server: Server) -> list[int]:
+def _lower_clip(server: Server) -> list[int]:
     """Return the longest output as the new clip for reserved output tokens, if it is clearly lower."""
+    present = server.value_of(CLIP) or MOST_CLIP
     longest = server.longest_output or MOST_CLIP
-    return [longest] if longest < SHORTER * (server.now(CLIP) or MOST_CLIP) else []
+    return [longest] if longest < CLEARLY_SHORTER * present else []
 
 
 def _larger_pool(server: Server) -> list[int]:
@@ -304,7 +306,7 @@ def _larger_pool(server: Server) -> list[int]:
 
     Neither exceeds the memory of the machine.
     """
-    present = server.now("max-total-tokens") or 0
+    present = server.value_of("max-total-tokens") or 0
     if present <= 0:
         return []
     most_running = server.facts.max_running or 0
@@ -316,8 +318,9 @@ def _larger_pool(server: Server) -> list[int]:
 
 def _half_pool(server: Server) -> list[int]:
     """Propose half the size of the KV pool in tokens, or nothing if the longest request would not fit."""
-    half = int(server.now("max-total-tokens") or 0) // 2
-    return [half] if half >= (server.now("context-length") or 1) else []
+    half = int(server.value_of("max-total-tokens") or 0) // 2
+    longest_request = server.value_of("context-length") or 1
+    return [half] if half >= longest_request else []
 
 
 def _good_fraction(server: Server) -> list[float]:
@@ -326,7 +329,7 @@ def _good_fraction(server: Server) -> list[float]:
     It also leaves room for the weights and a useful KV pool. The list is empty if this value would move the
     flag in the wrong direction.
     """
-    present, spare_gb, card_gb = server.now("mem-fraction-static"), server.spare_gb, server.facts.card_gb
+    present, spare_gb, card_gb = server.value_of("mem-fraction-static"), server.spare_gb, server.facts.card_gb
     if present is None or spare_gb is None or not card_gb:
         return []
     # Free memory beyond the amount that SGLang's guides advise.
@@ -351,7 +354,7 @@ def _higher_fraction(server: Server) -> list[float]:
     SGLang's tuning guides (2.5 of 5 GB). Servers on an H200 took 2.0 to 2.5 GB more once they were ready
     (docs/benchmarks.md).
     """
-    present, spare_gb = server.now("mem-fraction-static"), server.spare_gb
+    present, spare_gb = server.value_of("mem-fraction-static"), server.spare_gb
     card_gb = server.facts.card_gb or 0.0
     if present is None or spare_gb is None:
         return []
@@ -365,10 +368,9 @@ def _higher_fraction(server: Server) -> list[float]:
 
 def _lower_fraction(server: Server) -> list[float]:
     """Return the steps down of `--mem-fraction-static` that still leave room for a useful KV pool."""
-    present, least = server.now("mem-fraction-static"), least_fraction(server.facts)
-    return [
-        fraction for fraction in FRACTIONS if least < fraction and (present is None or fraction < present)
-    ]
+    present, least = server.value_of("mem-fraction-static"), least_fraction(server.facts)
+    lower_fractions = [fraction for fraction in FRACTIONS if present is None or fraction < present]
+    return [fraction for fraction in lower_fractions if fraction > least]
 
 
 def _fraction_for_pool(server: Server) -> list[float]:
@@ -377,9 +379,10 @@ def _fraction_for_pool(server: Server) -> list[float]:
     It is higher than the present one, and than the minimum that SGLang's error message names.
     """
     # The search begins at FRACTIONS[0] if the present fraction is unknown.
-    minimum = re.search(r"above (0\.\d+)", server.why)
-    base = max(server.now("mem-fraction-static") or FRACTIONS[0], float(minimum[1]) if minimum else 0.0)
-    fraction = round(base + ROOM_STEP, 3)
+    present = server.value_of("mem-fraction-static") or FRACTIONS[0]
+    minimum = re.search(r"above (0\.\d+)", server.death_line)
+    too_low = max(present, float(minimum[1])) if minimum else present
+    fraction = round(too_low + ROOM_STEP, 3)
     return [fraction] if fraction <= HIGHEST_FRACTION else []
 
 
@@ -387,18 +390,18 @@ def _larger_chunk(server: Server) -> list[int]:
     """Return two larger prefill chunks, in tokens, of at most LARGEST_CHUNK.
 
     The first is twice the present chunk, but at least the smallest size of the guides. The second is
-    MOST_TIMES the present chunk.
+    LARGE_CHUNK_FACTOR times the present chunk.
     """
-    present = int(server.now("chunked-prefill-size") or 0)
+    present = int(server.value_of("chunked-prefill-size") or 0)
     if not 0 < present < LARGEST_CHUNK:
         return []
-    chunks = (max(2 * present, CHUNKS[-1]), MOST_TIMES * present)
+    chunks = (max(2 * present, CHUNKS[-1]), LARGE_CHUNK_FACTOR * present)
     return [min(chunk, LARGEST_CHUNK) for chunk in chunks]
 
 
 def _smaller_chunk(server: Server) -> list[int]:
     """Return smaller sizes of the prefill chunk to try, in tokens, the largest first."""
-    present = server.now("chunked-prefill-size")
+    present = server.value_of("chunked-prefill-size")
     if present is None or present <= 0:
         # The chunk size is unknown, or chunking is off.
         return [*CHUNKS]
@@ -415,10 +418,11 @@ def _more_running(server: Server) -> list[int]:
     if server.facts.ready and server.facts.ready.memory_caps_running:
         return []
     name = "max-running-requests"
-    present = int(server.now(name) or 0)
+    present = int(server.value_of(name) or 0)
     # The running requests fill the fraction `usage` of the pool, so running / usage requests fit. A lower
     # bound of the usage prevents huge values.
-    fitting = as_flag(server.facts, name, max(server.running, 1) / max(server.usage, 1 / MOST_RAISE))
+    fitting_on_rank = max(server.running, 1) / max(server.usage, 1 / MOST_RAISE)
+    fitting = on_command_line(server.facts, name, fitting_on_rank)
     power_of_two = 2 ** math.ceil(math.log2(fitting))
     target = min(power_of_two, MOST_RAISE * present, max(MOST_RUNNING, present))
     between = round(math.sqrt(target * present))
@@ -427,56 +431,62 @@ def _more_running(server: Server) -> list[int]:
 
 def _fewer_running(server: Server) -> list[int]:
     """Return three quarters of the requests that ran, or of `--max-running-requests` if that is lower."""
-    limits = (int(server.now("max-running-requests") or 0), int(_running(server)))
-    # 0 means that a limit is unknown, so zeros are dropped.
-    lower = 3 * min((limit for limit in limits if limit), default=0) // 4
+    counts = (int(server.value_of("max-running-requests") or 0), int(_running_on_all_ranks(server)))
+    # A count of 0 is unknown.
+    present = min((count for count in counts if count), default=0)
+    lower = 3 * present // 4
     return [lower] if lower >= LEAST_RUNNING else []
 
 
-def _running(server: Server) -> float:
-    """Return the number of running requests over all ranks, as `--max-running-requests` counts them."""
-    return as_flag(server.facts, "max-running-requests", server.running)
+def _running_on_all_ranks(server: Server) -> float:
+    """Return the number of running requests on all ranks, which `--max-running-requests` limits."""
+    return on_command_line(server.facts, "max-running-requests", server.running)
 
 
 def _fewer_retracted(server: Server) -> list[int]:
     """Return a lower `--max-running-requests`, if all of `max_new_tokens` is already reserved."""
-    fewer = int(FEWER * _running(server))
-    return [fewer] if fewer and not _calmer(server) else []
+    fewer = int(FEWER_RUNNING * _running_on_all_ranks(server))
+    return [fewer] if fewer and not _more_conservative(server) else []
 
 
 def _larger_graphs(server: Server) -> list[int]:
     """Return the smallest size of GRAPH_SIZES that covers all running requests, if graphs are enabled."""
     size = next((size for size in GRAPH_SIZES if size >= server.running), GRAPH_SIZES[-1])
-    return [size] if size > (server.facts.graph_max_bs or 0) and not server.facts.graph_disabled else []
+    is_larger = size > (server.facts.graph_max_bs or 0)
+    return [size] if is_larger and not server.facts.graph_disabled else []
 
 
 def _smaller_graphs(server: Server) -> list[int]:
-    """Return half the largest batch with a CUDA graph, at least LEAST_GRAPH, if graphs are enabled."""
-    captured = server.facts.graph_max_bs or 2 * GRAPH
-    lower = max(LEAST_GRAPH, captured // 2)
-    return [lower] if lower < captured and not server.facts.graph_disabled else []
+    """Return half the largest batch with a CUDA graph, at least LEAST_GRAPH_SIZE, if graphs are enabled."""
+    if server.facts.graph_disabled:
+        return []
+    captured = server.facts.graph_max_bs
+    if not captured:
+        return [SMALLER_GRAPH_SIZE]
+    lower = max(LEAST_GRAPH_SIZE, captured // 2)
+    return [lower] if lower < captured else []
 
 
-def state_slots(server: Server, per_request: int, size: float = 1.0) -> int:
+def state_slots(server: Server, per_request: int, slot_scale: float = 1.0) -> int:
     """Return the number of state slots at which state pool and KV pool hold equally many requests.
 
-    A running request takes `per_request` slots, each `size` times as large as a slot is now. The token usage
-    of the KV pool may rise to `GUIDES.usage_good`. The memory of both pools together stays the same. Return 0
-    if too little is known.
+    A running request takes `per_request` slots, each `slot_scale` times as large as a slot is now. The token
+    usage of the KV pool may rise to `GUIDES.usage_good`. The memory of both pools together stays the same.
+    Return 0 if too little is known.
     """
     pool, share = server.facts.states, server.facts.state_share
     if pool is None or not share or server.running < 1:
         return 0
     # Each share is a fraction of the memory that the two pools have together. SGLang allocates one slot more
-    # than it uses.
-    share_of_slot = size * share / (pool.slots + 1)
-    share_for_states = per_request * share_of_slot
-    share_for_tokens = (1 - share) * server.usage / GUIDES.usage_good / server.running
-    most_in_both = (1 - share_of_slot) / (share_for_states + share_for_tokens)
-    # The state pool gets at most the fraction MOST_STATES of the memory.
-    most_with_states = (MOST_STATES - share_of_slot) / share_for_states
-    requests = int(min(most_in_both, most_with_states, MOST_RUNNING))
-    # If `state_args` cannot raise the limit of running requests, a larger pool would be of no use.
+    # than it uses, so the share of one slot is taken from what the requests get.
+    share_of_slot = slot_scale * share / (pool.slots + 1)
+    state_share_of_request = per_request * share_of_slot
+    kv_share_of_request = (1 - share) * server.usage / GUIDES.usage_good / server.running
+    fitting_in_both = (1 - share_of_slot) / (state_share_of_request + kv_share_of_request)
+    # The state pool gets at most the fraction MOST_STATE_SHARE of the memory.
+    fitting_in_states = (MOST_STATE_SHARE - share_of_slot) / state_share_of_request
+    requests = int(min(fitting_in_both, fitting_in_states, MOST_RUNNING))
+    # If `state_args` may not raise the limit of running requests, a larger pool would be of no use.
     allowed = _allowed_running(server)
     if allowed is not None and not server.raises_running:
         requests = min(requests, allowed)
@@ -490,31 +500,32 @@ def _allowed_running(server: Server) -> int | None:
 
 
 def state_args(
-    server: Server, per_request: int, size: float = 1.0, *, without_cache: bool = False
+    server: Server, per_request: int, slot_scale: float = 1.0, *, without_cache: bool = False
 ) -> dict[str, Any]:
     """Return the flags that set the state pool to `state_slots`; empty if too little is known.
 
     The pool's flag is `--max-mamba-cache-size` if the server's arguments set the number of slots, else
-    `--mamba-full-memory-ratio`. `without_cache` says that the same change switches the prefix cache off.
-    SGLang then takes the number of slots from `--max-running-requests` too. If that flag is set, and allows
-    fewer requests than the larger pool holds, it is raised too.
+    `--mamba-full-memory-ratio`. If `--max-running-requests` is set, and allows fewer requests than the larger
+    pool holds, it is raised too. `without_cache` says that the same change switches the prefix cache off.
+    SGLang then takes the number of slots from `--max-running-requests`, if that is set, and ignores the
+    ratio. So the pool's flag is `--max-mamba-cache-size` in this case too.
     """
-    slots, pool = state_slots(server, per_request, size), server.facts.states
+    slots, pool = state_slots(server, per_request, slot_scale), server.facts.states
     if not slots or pool is None:
         return {}
     requests = slots // per_request
     allowed = _allowed_running(server)
     args: dict[str, Any] = {}
     if allowed is not None and requests > max(allowed, pool.most_running):
-        args["max-running-requests"] = int(as_flag(server.facts, "max-running-requests", requests))
+        args["max-running-requests"] = int(on_command_line(server.facts, "max-running-requests", requests))
     if server.facts.sizes_states or (without_cache and allowed is not None):
         size_flag = "max-mamba-cache-size"
-        return {size_flag: int(as_flag(server.facts, size_flag, slots)), **args}
-    # Share of both pools' memory that the state pool takes now, and will take. It grows with the number of
-    # slots, of which SGLang allocates one more than it uses, and with the size of a state. Half a slot more
-    # is counted, so that rounding leaves at least `slots`.
+        return {size_flag: int(on_command_line(server.facts, size_flag, slots)), **args}
+    # The state pool's share of the memory of both pools grows with the number and the size of its slots.
+    # SGLang allocates one slot more than it uses. Half a slot more is counted, so that rounding leaves at
+    # least `slots`.
     present_share = server.facts.state_share or 0.0
-    new_share = min(MOST_STATES, (slots + 1.5) * size * present_share / (pool.slots + 1))
+    new_share = min(MOST_STATE_SHARE, (slots + 1.5) * slot_scale * present_share / (pool.slots + 1))
     # The flag is the memory of the state pool, divided by that of the KV pool.
     ratio = new_share / (1 - new_share)
     return {"mamba-full-memory-ratio": math.ceil(100 * ratio) / 100, **args}
@@ -544,17 +555,17 @@ def _twice_ratio(server: Server) -> list[float]:
     """Return twice the present ratio of state pool to KV pool; empty if another flag sizes the state pool."""
     if server.facts.sizes_states:
         return []
-    doubled = 2 * (server.now("mamba-full-memory-ratio") or STATE_RATIO)
-    return [doubled] if doubled <= MOST_STATES / (1 - MOST_STATES) else []
+    doubled = 2 * (server.value_of("mamba-full-memory-ratio") or STATE_RATIO)
+    return [doubled] if doubled <= MOST_STATE_SHARE / (1 - MOST_STATE_SHARE) else []
 
 
 def _twice_slots(server: Server) -> list[int]:
     """Return twice the present number of state slots; empty if the arguments do not set this number."""
-    slots = server.now("max-mamba-cache-size")
+    slots = server.value_of("max-mamba-cache-size")
     return [int(2 * slots)] if slots else []
 
 
-def _lazy_states(server: Server) -> list[str]:
+def _lazy_strategy(server: Server) -> list[str]:
     """Return the strategy of a hybrid model's state pool that takes fewer slots per request.
 
     Like the present strategy, it caches prefixes, and lets SGLang prepare a pass while the previous one runs.
@@ -564,10 +575,12 @@ def _lazy_states(server: Server) -> list[str]:
     saves_slots = pool is not None and strategy == "extra_buffer" and pool.per_request > LAZY_SLOTS
     # A server that only prefills or only decodes refuses the strategy (mamba_hook.py).
     is_half = arguments.get("disaggregation_mode") not in {None, "null"}
-    return ["extra_buffer_lazy"] if saves_slots and not is_half and not _cache_off(server) else []
+    # Without the prefix cache, a request takes fewer slots still.
+    needs_no_cache = bool(_no_prefix_cache(server))
+    return ["extra_buffer_lazy"] if saves_slots and not is_half and not needs_no_cache else []
 
 
-def _cache_off(server: Server) -> list[bool]:
+def _no_prefix_cache(server: Server) -> list[bool]:
     """Propose `--disable-radix-cache` if prompts are known to share no prefixes.
 
     Without the cache, a hybrid model's running requests get the state slots that cached prefixes took. A
@@ -578,7 +591,7 @@ def _cache_off(server: Server) -> list[bool]:
     return [True] if server.facts.states and server.facts.states.per_request != 1 else []
 
 
-def _shorter_states(server: Server) -> list[str]:
+def _states_in_16_bits(server: Server) -> list[str]:
     """Return the 16-bit number type for the states of a hybrid model if they have 32 bits."""
     dtype = (
         server.facts.arguments.get("mamba_ssm_dtype")
@@ -614,9 +627,9 @@ def companions_of(name: str, value: Any, server: Server) -> dict[str, Any]:
         return {}
     per_request = slots_after({name: value}, pool.per_request)
     # With this flag, states have 16 bits instead of 32.
-    size = 0.5 if name == "mamba-ssm-dtype" else 1.0
+    slot_scale = 0.5 if name == "mamba-ssm-dtype" else 1.0
     # A request takes a single slot only if the prefix cache is off.
-    return state_args(server, per_request, size, without_cache=per_request == 1)
+    return state_args(server, per_request, slot_scale, without_cache=per_request == 1)
 
 
 def best_backends(facts: Facts) -> Sequence[str]:
@@ -624,56 +637,71 @@ def best_backends(facts: Facts) -> Sequence[str]:
 
     Empty if SGLang has to choose the backend itself.
     """
-    card = facts.architecture
-    if card is None or facts.is_sparse or any(name in (facts.model or "") for name in _CHOSEN_FOR):
+    generation = facts.architecture
+    sglang_chooses = any(name in (facts.model or "") for name in _BACKEND_CHOSEN_BY_SGLANG)
+    if generation is None or facts.is_sparse or sglang_chooses:
         return ()
-    if not facts.is_mla or card == "hopper":
-        return _BACKENDS[card]
-    # On other GPUs SGLang chooses triton for such models.
-    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()
+    if not facts.is_mla or generation == "hopper":
+        return _BACKENDS[generation]
+    # For a model with latent attention (MLA), SGLang chooses triton on other GPUs.
+    return ("trtllm_mla", "flashinfer") if generation == "blackwell" else ()
 
 
 def _other_backends(server: Server) -> list[str]:
     """Return the attention backends of `best_backends` without the present one."""
-    return [
-        name
-        for name in best_backends(server.facts)
-        if name != server.facts.arguments.get("attention_backend")
-    ]
+    present = server.facts.arguments.get("attention_backend")
+    return [backend for backend in best_backends(server.facts) if backend != present]
 
 
-def _interval(server: Server) -> list[int]:
-    """Return the best number of decode steps between two prefill passes.
+def _prefill_interval(server: Server) -> list[int]:
+    """Return the best number of decode steps between two prefill passes; empty if the flag is set already.
 
     A prefill pass is assumed to take as long as a decode step. With more steps between passes, there are
     fewer passes, but a finished request leaves its slot empty for longer (half of the interval on average).
     The best number makes both costs equal.
     """
-    return [] if server.now("prefill-decode-interval") else [round(math.sqrt(2 * server.output_tokens))]
+    if server.value_of("prefill-decode-interval"):
+        return []
+    return [round(math.sqrt(2 * server.output_tokens))]
 
 
-def _set(flag: str, value: Any) -> NextValues:
+def _unless_set(flag: str, *, value: Any) -> NextValues:
     """Return a function whose only next value is `value`; empty if the flag has this value already."""
-    return lambda server: [] if server.facts.arguments.get(flag.replace("-", "_")) == value else [value]
+    argument = flag.replace("-", "_")
+    return lambda server: [] if server.facts.arguments.get(argument) == value else [value]
 
 
 def _at_least(flag: str, least: int) -> NextValues:
     """Return a function that raises a number of threads or processes to `least`, if it is lower now."""
-    return lambda server: [least] if (server.now(flag) or 0) < least else []
+    return lambda server: [least] if (server.value_of(flag) or 0) < least else []
 
 
 def _for_media(flag: str, least: int) -> NextValues:
     """Do the same as `_at_least`, but only for prompts with images, sounds or videos."""
-    return lambda server: _at_least(flag, least)(server) if server.media else []
+    values = _at_least(flag, least)
+    return lambda server: values(server) if server.media else []
 
 
-def _language_alone(server: Server) -> list[bool]:
+def _arrival_order(server: Server) -> list[str]:
+    """Propose the `--schedule-policy` that takes requests as they arrive, if another one is set."""
+    takes_as_they_arrive = server.facts.arguments.get("schedule_policy") in {None, "fcfs"}
+    return [] if takes_as_they_arrive else ["fcfs"]
+
+
+def _shared_port(server: Server) -> list[bool]:
+    """Propose `--enable-http-worker-reuseport` for a server with several tokenizer workers."""
+    has_several_workers = (server.value_of("tokenizer-worker-num") or 1) > 1
+    is_set = bool(server.facts.arguments.get("enable_http_worker_reuseport"))
+    return [True] if has_several_workers and not is_set else []
+
+
+def _without_encoder(server: Server) -> list[bool]:
     """Propose to leave out the encoder of images, sounds or videos, if the job has no such inputs."""
-    is_unused = server.media is False and server.facts.model in _LANGUAGE_ALONE
+    is_unused = server.media is False and server.facts.model in _LANGUAGE_MODEL_ONLY
     return [True] if is_unused and not server.facts.arguments.get("language_model_only") else []
 
 
-def _adaptive(server: Server) -> list[bool]:
+def _adaptive_speculation(server: Server) -> list[bool]:
     """Propose `--speculative-adaptive`, if SGLang supports it (see its `adaptive_unsupported_reason`)."""
     arguments = server.facts.arguments
     is_eagle = arguments.get("speculative_algorithm") in {"EAGLE", "EAGLE3"}
@@ -684,9 +712,10 @@ def _adaptive(server: Server) -> list[bool]:
 
 def _other_layouts(server: Server) -> list[int]:
     """Return half and twice the number of GPUs per replica, if weights, heads and idle GPUs allow it."""
-    facts, sizes = server.facts, []
+    facts = server.facts
     if facts.attn_dp != 1:
         return []
+    sizes: list[int] = []
     # With half as many GPUs, each holds twice its present share of the weights. This is the fraction of its
     # memory that the second share takes.
     further_weights = (facts.weights_gb or 0) / (facts.card_gb or 1)
@@ -695,8 +724,10 @@ def _other_layouts(server: Server) -> list[int]:
     # A replica of twice the size needs as many idle GPUs as it has now.
     if facts.idle_gpus >= facts.gpus:
         sizes.append(2 * facts.tp)
-    # If the number of heads is unknown, it is assumed to be divisible by any power of two.
-    heads = facts.config.get("num_attention_heads") or MOST_RUNNING
+    # Each GPU gets equally many attention heads. A power of two divides the heads of most models.
+    heads = facts.config.get("num_attention_heads")
+    if not heads:
+        return [size for size in sizes if size.bit_count() == 1]
     return [size for size in sizes if heads % size == 0]
 
 
@@ -709,11 +740,13 @@ def _ngrams(server: Server) -> list[str]:
     each checked token (`_handle_max_mamba_cache` in kv_cache_configurator.py).
     """
     facts, arguments = server.facts, server.facts.arguments
+    speculates = bool(arguments.get("speculative_algorithm"))
     pages_fit = arguments.get("page_size") in {None, 1} or arguments.get("attention_backend") == "flashinfer"
     is_refused = facts.attn_dp > 1 or not pages_fit
+    # An unknown GPU may be one of another maker.
     changes_answers = facts.architecture is None or not server.speculates_exactly
     costs_too_much = facts.is_moe or facts.states is not None
-    if arguments.get("speculative_algorithm") or is_refused or changes_answers or costs_too_much:
+    if speculates or is_refused or changes_answers or costs_too_much:
         return []
     return ["NGRAM"] if server.ngram_speedup >= LEAST_SPEEDUP else []
 
@@ -733,21 +766,24 @@ def _with_ngrams(server: Server) -> dict[str, Any]:
 
     The limit has room for the requests that run now. Without it, SGLang would run at most 48 requests.
     """
-    # The smallest power of two that has room for the running requests.
-    room = 2 ** math.ceil(math.log2(max(server.running, 1)))
+    limit = 2 ** math.ceil(math.log2(max(server.running, 1)))
     # A present limit is not raised.
-    most = server.now("max-running-requests")
-    budget = {CORPUS_FLAG: CORPUS_BUDGET} if takes_corpus(server.facts.arguments) else {}
-    return {"max-running-requests": min(int(most), room) if most else room, **budget}
+    present_limit = server.value_of("max-running-requests")
+    if present_limit:
+        limit = min(limit, int(present_limit))
+    args = {"max-running-requests": limit}
+    if takes_corpus(server.facts.arguments):
+        args[CORPUS_FLAG] = CORPUS_BUDGET
+    return args
 
 
-def _experts_whole(server: Server) -> list[int]:
+def _expert_parallelism(server: Server) -> list[int]:
     """Propose the expert parallelism at which each GPU holds whole experts, if they are split now."""
-    is_split = server.facts.is_moe and server.facts.tp > 1 and (server.now("ep-size") or 1) <= 1
+    is_split = server.facts.is_moe and server.facts.tp > 1 and (server.value_of("ep-size") or 1) <= 1
     return [server.facts.tp] if is_split else []
 
 
-def _kv_once(server: Server) -> list[int]:
+def _dp_attention(server: Server) -> list[int]:
     """Propose the DP attention at which GPUs no longer hold copies of the same KV cache."""
     has_copies = server.facts.is_mla and server.facts.tp > 1 and server.facts.attn_dp <= 1
     return [server.facts.tp] if has_copies else []
@@ -801,10 +837,10 @@ class Flag:
         """Return whether a change of this flag may help a server that shows `sign`.
 
         The server must have the hardware that the flag needs. If its requests do not decode, it cannot show
-        the signs in OF_DECODING.
+        the signs in DECODING_SIGNS.
         """
         has_needs = self.needs is None or NEEDS[self.needs](server.facts)
-        can_show_sign = server.decodes or sign not in OF_DECODING
+        can_show_sign = server.decodes or sign not in DECODING_SIGNS
         return has_needs and can_show_sign
 
     def values(self, sign: str, server: Server) -> Sequence[Any]:
@@ -832,15 +868,15 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "schedule-conservativeness",
-            {
+            moves={
                 "held": Move(
-                    _bolder,
+                    _less_conservative,
                     rule="down: 0.3",
                     source="G1-G4",
                     cost="if outputs turn out long, requests are retracted; about one a minute is fine",
                 ),
                 "retracting": Move(
-                    _calmer,
+                    _more_conservative,
                     rule="up: 1.3, then 1.43 (at 1.43 all of `max_new_tokens` is reserved)",
                     source="G1-G4",
                     cost="fewer requests run at first; throughput changes by a few per cent, up or down",
@@ -850,9 +886,9 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             CLIP,
-            {
+            moves={
                 "held": Move(
-                    _clip,
+                    _lower_clip,
                     rule="down: a length that 99% of the outputs stay under",
                     source="SGLang",
                     cost="if outputs turn out long, requests are retracted",
@@ -913,7 +949,7 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "chunked-prefill-size",
-            {
+            moves={
                 "chunk-full": Move(
                     _larger_chunk,
                     rule="up: doubled, from 2048 to 16384, with a lower mem-fraction-static",
@@ -928,11 +964,13 @@ FLAGS: Mapping[str, Flag] = {
                 ),
             },
             memory="1.5 MB of GPU memory per token",
-            takes_gb=lambda server, new: CHUNK_GB_A_TOKEN * (new - (server.now("chunked-prefill-size") or 0)),
+            takes_gb=lambda server, new: (
+                CHUNK_GB_A_TOKEN * (new - (server.value_of("chunked-prefill-size") or 0))
+            ),
         ),
         Flag(
             "max-running-requests",
-            {
+            moves={
                 "capped": Move(
                     _more_running,
                     rule="up: the number of requests that the pool holds, rounded up to a power of two",
@@ -973,7 +1011,7 @@ FLAGS: Mapping[str, Flag] = {
             needs="a GPU",
             memory="2 MB of GPU memory per request",
             takes_gb=lambda server, new: (
-                GRAPH_GB_A_REQUEST * (new - (server.facts.graph_max_bs or USUAL_CAPTURED))
+                GRAPH_GB_A_REQUEST * (new - (server.facts.graph_max_bs or USUAL_GRAPH_SIZE))
             ),
         ),
         Flag(
@@ -1014,16 +1052,14 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "schedule-policy",
-            {
+            moves={
                 "reordered": Move(
-                    lambda server: (
-                        [] if server.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"]
-                    ),
+                    _arrival_order,
                     rule="set: fcfs",
                     source="SGLang; not measured",
                 ),
                 "shared": Move(
-                    _set("schedule-policy", "lpm"),
+                    _unless_set("schedule-policy", value="lpm"),
                     rule="set: lpm, for queues under 128",
                     source="G1-G4",
                     cost="more scheduling work; requests without a cached prefix wait longer",
@@ -1050,7 +1086,7 @@ FLAGS: Mapping[str, Flag] = {
             "enable-hierarchical-cache",
             moves={
                 "evicted": Move(
-                    _set("enable-hierarchical-cache", value=True),
+                    _unless_set("enable-hierarchical-cache", value=True),
                     rule="on",
                     source="G1",
                     cost="host memory of twice the KV pool's size, and transfers between host and GPU",
@@ -1074,11 +1110,7 @@ FLAGS: Mapping[str, Flag] = {
             "enable-http-worker-reuseport",
             moves={
                 "starved": Move(
-                    lambda server: (
-                        _set("enable-http-worker-reuseport", value=True)(server)
-                        if (server.now("tokenizer-worker-num") or 1) > 1
-                        else []
-                    ),
+                    _shared_port,
                     rule="on: with several tokenizer workers",
                     source="SGLang; not tried on a GPU",
                 )
@@ -1101,7 +1133,7 @@ FLAGS: Mapping[str, Flag] = {
             "mm-io-worker-num",
             moves={
                 "starved": Move(
-                    _for_media("mm-io-worker-num", LOADERS),
+                    _for_media("mm-io-worker-num", MEDIA_LOADERS),
                     rule="up: 16, if prompts have images, sounds or videos",
                     source="SGLang; not tried on a GPU",
                     cost="cores of the machine",
@@ -1112,7 +1144,7 @@ FLAGS: Mapping[str, Flag] = {
             "mm-processor-worker-num",
             moves={
                 "starved": Move(
-                    _for_media("mm-processor-worker-num", PROCESSORS),
+                    _for_media("mm-processor-worker-num", MEDIA_PROCESSORS),
                     rule="up: 2, if prompts have images, sounds or videos",
                     source="SGLang; not tried on a GPU",
                     cost="cores of the machine",
@@ -1123,7 +1155,7 @@ FLAGS: Mapping[str, Flag] = {
             "language-model-only",
             moves={
                 "no-media": Move(
-                    _language_alone,
+                    _without_encoder,
                     rule="on: for a job without images, sounds and videos",
                     source="SGLang; not tried on a GPU",
                     cost="the server refuses images, sounds and videos",
@@ -1135,7 +1167,7 @@ FLAGS: Mapping[str, Flag] = {
             "speculative-adaptive",
             moves={
                 "speculates": Move(
-                    _adaptive,
+                    _adaptive_speculation,
                     rule="on, with EAGLE or EAGLE3 and one guess at a time",
                     source="SGLang; not tried on a GPU",
                     cost=(
@@ -1150,7 +1182,7 @@ FLAGS: Mapping[str, Flag] = {
             "ep-size",
             moves={
                 "split-experts": Move(
-                    _experts_whole,
+                    _expert_parallelism,
                     rule="up: to the value of `--tp-size`",
                     source="G1, G2, G4",
                     cost="some experts, and so some GPUs, get more tokens than others",
@@ -1162,7 +1194,7 @@ FLAGS: Mapping[str, Flag] = {
             "attn-dp-size",
             moves={
                 "kv-copies": Move(
-                    _kv_once,
+                    _dp_attention,
                     rule="up: to the value of `--tp-size` (`--enable-dp-attention`)",
                     source="G1, G2, G4",
                     cost="single answers are slower",
@@ -1172,9 +1204,9 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "prefill-decode-interval",
-            {
+            moves={
                 "small-prefills": Move(
-                    _interval,
+                    _prefill_interval,
                     rule="up: √(2 · output tokens)",
                     source="SGLang; not tried on a GPU",
                     cost="the slot of a finished request stays empty for some decode steps",
@@ -1184,9 +1216,9 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "page-size",
-            {
+            moves={
                 "large-pages": Move(
-                    _set("page-size", 1),
+                    _unless_set("page-size", value=1),
                     rule="down: 1",
                     source="measured",
                     cost="some attention kernels are faster with KV pages of several tokens",
@@ -1195,7 +1227,7 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "mamba-full-memory-ratio",
-            {
+            moves={
                 "states": Move(
                     _state_pool("mamba-full-memory-ratio", grows=True),
                     rule="up: so that state pool and KV pool hold equally many requests",
@@ -1219,7 +1251,7 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "max-mamba-cache-size",
-            {
+            moves={
                 "states": Move(
                     _state_pool("max-mamba-cache-size", grows=True),
                     rule="up, if the flag is set: so that both pools hold equally many requests",
@@ -1243,9 +1275,9 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             STATE_STRATEGY,
-            {
+            moves={
                 "states": Move(
-                    _lazy_states,
+                    _lazy_strategy,
                     rule="set: extra_buffer_lazy instead of extra_buffer, 4 states per request instead of 5",
                     source="SGLang; not tried on a GPU",
                 )
@@ -1254,10 +1286,11 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "disable-radix-cache",
-            {
+            moves={
+                # The value None removes the flag.
                 "cache-off": Move(lambda _: [None], rule="off", source="measured"),
                 "states": Move(
-                    _cache_off,
+                    _no_prefix_cache,
                     rule="on, if prefixes are not shared: 1 state per request instead of 3 to 5",
                     source="SGLang; not tried on a GPU",
                     cost="shared prefixes are computed again for each request",
@@ -1267,9 +1300,9 @@ FLAGS: Mapping[str, Flag] = {
         ),
         Flag(
             "mamba-ssm-dtype",
-            {
+            moves={
                 "states": Move(
-                    _shorter_states,
+                    _states_in_16_bits,
                     rule="set: bfloat16",
                     source="SGLang's error message; not tried on a GPU",
                     cost="answers change a little",
@@ -1323,7 +1356,7 @@ FLAGS: Mapping[str, Flag] = {
             "enable-torch-compile",
             moves={
                 "small-model": Move(
-                    _set("enable-torch-compile", value=True),
+                    _unless_set("enable-torch-compile", value=True),
                     rule="on",
                     source="G1, G2, G4",
                     cost="a start that takes minutes longer",
@@ -1341,26 +1374,28 @@ def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str
 
     Empty if no value remains, or if the installed SGLang, which has these `flags`, lacks the flag.
     """
-    return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
+    values = FLAGS[name].values(sign, server)
+    return flags.setting(name, values[0]) if values else {}
 
 
 def with_companions(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return a flag's next value for a sign, with the flags that must change together with it.
 
-    Empty if no value remains.
+    Empty if no value remains, or if the installed SGLang lacks the flag or the value.
     """
-    args: dict[str, Any] = {}
-    # A flag that changes together with others has at most one next value.
-    for value in FLAGS[name].values(sign, server):
-        for changed_flag, setting in {name: value, **companions_of(name, value, server)}.items():
-            args |= flags.setting(changed_flag, setting)
+    values = FLAGS[name].values(sign, server)
+    args = flags.setting(name, values[0]) if values else {}
+    if not args:
+        return {}
+    for companion, setting in companions_of(name, values[0], server).items():
+        args |= flags.setting(companion, setting)
     return args
 
 
 def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
     """Return a flag's next value, and a lower mem-fraction-static if the value needs more than free memory.
 
-    Empty if too little memory would remain for the weights and a useful KV pool.
+    Empty if no value remains, or if too little memory would remain for the weights and a useful KV pool.
     """
     args = next_setting(sign, name, server, flags)
     # The value may take memory that is free beyond the minimum in SGLang's tuning guides. The KV pool gives
@@ -1368,11 +1403,11 @@ def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str,
     missing_gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
     if server.spare_gb is not None:
         missing_gb -= max(0.0, server.spare_gb - server.band.low)
-    present, card_gb = server.now("mem-fraction-static"), server.facts.card_gb
+    present, card_gb = server.value_of("mem-fraction-static"), server.facts.card_gb
     if server.facts.on_cpu or present is None or not card_gb or missing_gb <= 0:
         return args
     # The fraction falls by whole hundredths, rounded up.
     lower_fraction = round(present - math.ceil(100 * missing_gb / card_gb) / 100, 3)
-    if not args or lower_fraction <= least_fraction(server.facts):
+    if lower_fraction <= least_fraction(server.facts):
         return {}
     return args | flags.setting("mem-fraction-static", lower_fraction)

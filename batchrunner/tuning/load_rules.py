@@ -33,14 +33,13 @@ from batchrunner.tuning.signals import (
 )
 from batchrunner.tuning.situation import Certainty, ClientActivity, Finding, Situation
 
-_WITHOUT_FLAG = {
-    False: "`engine.replicas`: several servers, each with its own front process",
-    True: "a machine with more cores, because the front process shares the cores with the model",
-}
-"""Remedy for a slow front process of a server if no flag helps, keyed by whether the model runs on a CPU."""
-
-
-FRONT_LEVERS = (
+_MORE_SERVERS = "`engine.replicas`: several servers, each with its own front process"
+"""Remedy for a slow front process of a server on GPUs, if no flag helps."""
+_MORE_CORES = "a machine with more cores, because the front process shares the cores with the model"
+"""Remedy for a slow front process of a server on a CPU, if no flag helps."""
+NEARLY_ALL = 0.9
+"""All connections count as in use if at least this fraction of them was in use at once."""
+FRONT_FLAGS = (
     "mm-io-worker-num", "mm-processor-worker-num", "tokenizer-worker-num", "enable-http-worker-reuseport",
     "detokenizer-worker-num",
 )  # fmt: skip
@@ -48,7 +47,7 @@ FRONT_LEVERS = (
 
 
 def conservativeness(situation: Situation) -> float:
-    """Return the `--schedule-conservativeness` in effect, which SGLang lowers with DP attention."""
+    """Return the `--schedule-conservativeness` of each scheduler, which SGLang lowers with DP attention."""
     value = situation.facts.number("schedule_conservativeness")
     return 1.0 if value is None else value
 
@@ -59,23 +58,30 @@ def queue_empty(situation: Situation, flags: Flags) -> Finding | None:
         return None
     band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(situation.max_running)
     target = f"keep {band.low}-{band.high} requests waiting"
-    args: dict[str, Any] = {}
+    observation = f"#queue-req is 0 {situation.often('empty')}"
+    evidence = situation.evidence("empty")
     if situation.client is None:
-        change, cause = f"send requests faster, and more at once: {target}", "the client is the bottleneck"
-    else:
-        change, cause = _slow_component(situation.client, target)
-        if not change:
-            # The runner cannot help, so advise a flag against a slow front process.
-            settings = (next_setting("starved", name, situation.server, flags) for name in FRONT_LEVERS)
-            args = next(filter(None, settings), {})
-            change = command_line(args) or _WITHOUT_FLAG[situation.facts.on_cpu]
-    while_unsent = " while rows were left to send" if situation.client else ""
+        return Finding(
+            f"{observation}: the client is the bottleneck",
+            args={},
+            change=f"send requests faster, and more at once: {target}",
+            evidence=evidence,
+            certainty="medium",
+        )
+    change, cause = _slow_component(situation.client, target)
+    args: dict[str, Any] = {}
+    if not change:
+        # The runner cannot help, so advise a flag against a slow front process.
+        settings = (next_setting("starved", name, situation.server, flags) for name in FRONT_FLAGS)
+        args = next(filter(None, settings), {})
+        without_flag = _MORE_CORES if situation.facts.on_cpu else _MORE_SERVERS
+        change = command_line(args) or without_flag
     return Finding(
-        f"#queue-req is 0 {situation.often('empty')}{while_unsent}: {cause}",
+        f"{observation} while rows were left to send: {cause}",
         args=args,
         change=change,
-        evidence=situation.evidence("empty"),
-        certainty="high" if situation.client else "medium",
+        evidence=evidence,
+        certainty="high",
     )
 
 
@@ -85,6 +91,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
     The remedy is empty if the cause is the server's front process or the network. `target` is the advised
     queue length.
     """
+    # A cause counts if it holds in more than half of the load samples with an empty queue.
     half = client.empty / 2
     if client.on_way > half:
         change = "`tokenize: client`" if client.tokenize == "server" else ""
@@ -92,8 +99,7 @@ def _slow_component(client: ClientActivity, target: str) -> tuple[str, str]:
     if client.at_window > half:
         if client.window != "auto":
             return f"`window: auto` instead of {client.window}: {target}", "the job's window is full"
-        if client.connections and client.widest >= 0.9 * client.connections:
-            # Nearly all connections were in use at once.
+        if client.connections and client.widest >= NEARLY_ALL * client.connections:
             cause = f"all {client.connections} connections that the limit of open files allows are in use"
             return "raise `ulimit -n`", cause
         change = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
@@ -139,9 +145,11 @@ def conservative(situation: Situation, flags: Flags) -> Finding | None:
     elif output_share is not None and not is_short:
         # The flag is already low, and `max_new_tokens` is not too high.
         return None
-    # If outputs are short, SGLang can also be told to reserve fewer tokens for each, by the variable CLIP.
+    # If outputs are short, the variable CLIP makes SGLang reserve fewer tokens for each.
     variable = next_setting("held", CLIP, situation.server, flags) if is_short else {}
-    cause, job_change, certainty = _cause_of_reserve(output_share, variable, is_short=is_short)
+    cause, job_change, certainty = _cause_of_reserve(
+        output_share, is_short=is_short, clip_tokens=variable.get(CLIP)
+    )
     return Finding(
         f"token usage is below {GUIDES.usage_good:g} (median {situation.load.median('usage'):.2f}) with "
         f"requests waiting {situation.often('conservative')}: {ADMITS_TOO_FEW}; {cause}",
@@ -155,12 +163,13 @@ def conservative(situation: Situation, flags: Flags) -> Finding | None:
 
 
 def _cause_of_reserve(
-    output_share: float | None, clip: dict[str, str], *, is_short: bool
+    output_share: float | None, *, is_short: bool, clip_tokens: int | None
 ) -> tuple[str, str, Certainty]:
     """Return why SGLang reserves too much memory for outputs, the change in the job, and the certainty.
 
-    `output_share` is the mean output length as a fraction of `max_new_tokens`. `clip` is the new limit of the
-    output tokens that SGLang reserves per request; empty if the limit cannot be lowered.
+    `output_share` is the mean output length as a fraction of `max_new_tokens`, and `is_short` says that it is
+    small. `clip_tokens` is the new limit (CLIP) of the output tokens that SGLang reserves per request; None
+    if the limit cannot be lowered.
     """
     job_change = "a max_new_tokens closer to real output lengths"
     if output_share is None:
@@ -168,10 +177,11 @@ def _cause_of_reserve(
     cause = f"outputs are {output_share:.0%} of max_new_tokens on average"
     if not is_short:
         return f"max_new_tokens is not the cause, because {cause}", "", "low"
-    for name, longest in clip.items():
+    if clip_tokens is not None:
         job_change += (
-            f" (99% of the outputs have at most {longest} tokens), or {name}={longest} in the server's "
-            "environment (engine.env), with which SGLang reserves that many tokens and truncates no output"
+            f" (99% of the outputs have at most {clip_tokens} tokens), or {CLIP}={clip_tokens} in the "
+            "server's environment (engine.env), with which SGLang reserves that many tokens and truncates no "
+            "output"
         )
     return cause, job_change, "high"
 
@@ -193,7 +203,7 @@ def running_capped(situation: Situation, _: Flags) -> Finding | None:
     )
 
 
-STATE_LEVERS = ("disable-radix-cache", STATE_STRATEGY, "mamba-full-memory-ratio", "max-mamba-cache-size")
+STATE_FLAGS = ("disable-radix-cache", STATE_STRATEGY, "mamba-full-memory-ratio", "max-mamba-cache-size")
 """Flags against a full state pool of a hybrid model. Flags that reduce the states per request come first."""
 
 
@@ -201,23 +211,26 @@ def states_full(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the state pool of a hybrid model is the limit while the KV pool has room."""
     if not situation.waits_for_states or situation.fills_up:
         return None
-    settings = (with_companions("states", flag, situation.server, flags) for flag in STATE_LEVERS)
+    settings = (with_companions("states", flag, situation.server, flags) for flag in STATE_FLAGS)
     args = next(filter(None, settings), {})
-    pool, pool_size, would_run = situation.facts.states, "", 0
+    pool = situation.facts.states
+    pool_size = ""
+    # Number of requests that would run after the change, from which flag tuning predicts the gain. It is 0 if
+    # too little is known.
+    would_run = 0
     if pool is not None:
         pool_size = f" of {pool.slots} states, {pool.per_request} for each request,"
-        # Flag tuning predicts the gain from the number of requests that would run after the change. It is 0
-        # if too little is known.
         slots_per_request = slots_after(args, pool.per_request)
         would_run = state_slots(situation.server, slots_per_request) // slots_per_request
         if 0 < would_run < LARGER_POOL * pool.most_running:
+            # The gain would be too small for a restart.
             args = {}
     remedies = [command_line(args)]
     if pool is None:
         remedies.append("a larger --mamba-full-memory-ratio or --max-mamba-cache-size")
     elif not args and situation.facts.states_follow_running:
         remedies.append("a larger --max-running-requests, which also sets the number of states")
-    # A pool whose number of slots is set by an argument holds no more requests with smaller states.
+    # If an argument sets the number of slots, the pool holds no more requests with smaller states.
     has_wide_states = bool(FLAGS["mamba-ssm-dtype"].values("states", situation.server))
     if has_wide_states and not situation.facts.sizes_states:
         remedies.append("--mamba-ssm-dtype bfloat16, which halves a state and changes answers a little")
@@ -248,28 +261,29 @@ def retractions(situation: Situation, flags: Flags) -> Finding | None:
     # With too few load samples, only the number of retractions is reported.
     if not has_enough(situation.load):
         return None
-    sign = f"{reading}, with token usage at {situation.server.usage:.2f}: retracted requests lose their work"
-    recomputed_share, recomputed_tokens = (
-        situation.log.recomputed_share,
-        situation.log.prefills.retracted_tokens,
+    observation = (
+        f"{reading}, with token usage at {situation.server.usage:.2f}: retracted requests lose their work"
     )
+    recomputed_share = situation.log.recomputed_share
     if recomputed_share is not None:
+        recomputed_tokens = situation.log.prefills.retracted_tokens
         cost = f"{recomputed_tokens:,} tokens are computed again, {recomputed_share:.0%} of those generated"
         evidence |= {
             "tokens_computed_again": recomputed_tokens,
             "recomputed_share": round(recomputed_share, 4),
         }
         if not retractions_cost(situation.log):
-            fine = f"{reading}: {cost}, which costs less than running fewer requests would"
-            return Finding(fine, evidence=evidence, fine=True)
-        sign += f": {cost}"
-    own_flag = "schedule-conservativeness"
-    if FLAGS[own_flag].values("retracting", situation.server):
-        # The rule's own flag still has a next value, which will be advised.
-        return Finding(sign, evidence=evidence)
+            comparison = f"{reading}: {cost}, which costs less than running fewer requests would"
+            return Finding(comparison, evidence=evidence, fine=True)
+        observation += f": {cost}"
+    rule_flag = "schedule-conservativeness"
+    if FLAGS[rule_flag].values("retracting", situation.server):
+        # A finding without `args` advises the next value of the rule's flag.
+        return Finding(observation, evidence=evidence)
+    present = situation.server.value_of(rule_flag)
     args = next_setting("retracting", "max-running-requests", situation.server, flags)
     return Finding(
-        f"{sign}, and --{own_flag} {situation.server.now(own_flag):g} reserves all of max_new_tokens already",
+        f"{observation}, and --{rule_flag} {present:g} reserves all of max_new_tokens already",
         args=args,
         change=", or ".join(filter(None, (command_line(args), "more memory for the KV pool"))),
         evidence=evidence,
@@ -291,12 +305,10 @@ LARGE_TP = 4
 
 def running_low(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that few requests run, because full prefill passes admit requests only as fast as others end."""
+    if not frequent(situation.load, "far_below") or situation.fills_up:
+        return None
     # At a higher conservativeness, the rule `conservative` advises first.
-    if (
-        not frequent(situation.load, "far_below")
-        or situation.fills_up
-        or conservativeness(situation) > LESS_CONSERVATIVE
-    ):
+    if conservativeness(situation) > LESS_CONSERVATIVE:
         return None
     prefills = situation.log.prefills
     if prefills.passes < GUIDES.samples or not is_frequent(prefills.filled / max(1, prefills.passes)):
@@ -316,7 +328,7 @@ def prefill_full(situation: Situation, flags: Flags) -> Finding | None:
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
         return None
-    chunk = int(situation.server.now("chunked-prefill-size") or 0)
+    chunk = int(situation.server.value_of("chunked-prefill-size") or 0)
     if chunk >= SURELY_LARGE:
         return None
     return Finding(
@@ -331,8 +343,11 @@ def small_prefills(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that decoding often stops for prefill passes of few tokens."""
     name = "prefill-decode-interval"
     prefills, chunk = situation.log.prefills, situation.facts.chunk or 0
+    # The flag is advised only if the server's SGLang surely has it.
+    if name not in flags.names or not has_enough(situation.log):
+        return None
     args = next_setting("small-prefills", name, situation.server, flags)
-    if name not in flags.names or not args or not has_enough(situation.log):
+    if not args:
         return None
     # With mixed chunks, prefill passes decode too, so they delay nothing.
     if situation.facts.arguments.get("enable_mixed_chunk"):
@@ -380,14 +395,13 @@ def long_prompts(situation: Situation, flags: Flags) -> Finding | None:
     share = prefills.few_long / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or not is_frequent(share):
         return None
-    tokens = prefills.mean_prompt
-    if tokens < GUIDES.long_prompt:
+    if prefills.mean_prompt < GUIDES.long_prompt:
         return None
     args = with_memory("chunk-full", "chunked-prefill-size", situation.server, flags)
     args |= next_setting("chunk-full", "cuda-graph-backend-prefill", situation.server, flags)
     return Finding(
         f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
-        f"({tokens:,.0f} tokens each): long prompts dominate",
+        f"({prefills.mean_prompt:,.0f} tokens each): long prompts dominate",
         args=args,
         evidence={"passes": prefills.passes, "few_long_share": round(share, 4)},
     )
@@ -395,7 +409,7 @@ def long_prompts(situation: Situation, flags: Flags) -> Finding | None:
 
 def cuda_graph(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that decoding runs without CUDA graphs, although they matter at its batch sizes."""
-    # Small models and large tensor parallelism need CUDA graphs for larger batches.
+    # Small models and large tensor parallelism need CUDA graphs for larger batches, so each has its own sign.
     sign = "no_graph"
     if 0 < (situation.facts.weights_gb or 0) <= GUIDES.launched_gb:
         sign = "no_graph_small"
@@ -406,19 +420,17 @@ def cuda_graph(situation: Situation, flags: Flags) -> Finding | None:
     if not has_enough(situation.log) or not is_frequent(share):
         return None
     running = median(batches)
+    captured = situation.facts.graph_max_bs
     if situation.facts.graph_disabled:
         cause = "the server's arguments switch CUDA graphs off"
-        args = next_setting("graph-off", "cuda-graph-backend-decode", situation.server, flags)
-        # If the server has the older flag --disable-cuda-graph, it would override the new flag, so it is
-        # removed instead.
         if situation.facts.arguments.get("disable_cuda_graph"):
+            # This older flag would override the new one, so it is removed.
             args = {"disable-cuda-graph": None}
+        else:
+            args = next_setting("graph-off", "cuda-graph-backend-decode", situation.server, flags)
     else:
-        cause = "CUDA graphs are captured only for smaller batches"
-        if situation.facts.graph_max_bs:
-            cause = (
-                f"CUDA graphs are captured only for batches of up to {situation.facts.graph_max_bs} requests"
-            )
+        batch_sizes = f"batches of up to {captured} requests" if captured else "smaller batches"
+        cause = f"CUDA graphs are captured only for {batch_sizes}"
         # The new value must cover the batches that ran without a graph.
         server = replace(situation.server, running=running)
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", server, flags)
@@ -437,15 +449,18 @@ FEWEST_ANSWERS = 100
 
 def answers_repeat(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that answers repeat each other so much that drafts from earlier answers would save time."""
-    answers, server = situation.client.answers if situation.client else 0, situation.server
+    answers = situation.client.answers if situation.client else 0
+    if answers < FEWEST_ANSWERS or not has_enough(situation.load):
+        return None
+    server = situation.server
     args = with_companions("repeated", NGRAM, server, flags)
-    if answers < FEWEST_ANSWERS or not has_enough(situation.load) or not args:
+    if not args:
         return None
     figures = {"tokens_a_step": round(server.repeated, 2), "speedup": round(server.ngram_speedup, 2)}
     return Finding(
         f"{answers} answers repeat text of each other: with drafts from earlier answers, a decode step would "
         f"yield {server.repeated:.1f} tokens per request, and the {server.running:.0f} running requests "
         f"would together get {server.ngram_speedup:.1f} times as many tokens/s",
-        args,
+        args=args,
         evidence={**situation.evidence(), **figures},
     )

@@ -19,32 +19,27 @@ def memory_left(situation: Situation, flags: Flags) -> Finding | None:
         return None
     reading = f"available_gpu_mem is {spare_gb:.2f} GB when the server is ready"
     evidence = {"available_gpu_gb": spare_gb}
-    good = f"{round(band.low, 1):g}-{round(band.high, 1):g} GB"
+    good_range = f"{round(band.low, 1):g}-{round(band.high, 1):g} GB"
     if spare_gb <= band.high:
-        return Finding(f"{reading}: {good} is good", evidence=evidence, fine=True)
+        return Finding(f"{reading}: {good_range} is good", evidence=evidence, fine=True)
     if situation.facts.number("max_total_tokens"):
         return Finding(
-            f"{reading}: more than {good}, because --max-total-tokens limits the KV pool",
+            f"{reading}: more than {good_range}, because --max-total-tokens limits the KV pool",
+            # The value None removes the flag.
             args={"max-total-tokens": None},
             evidence=evidence,
         )
-    return _fraction(
-        situation,
-        flags,
-        sign="memory-left",
-        reading=f"{reading}: more than the {good} that activations need; the rest is unused",
-        evidence=evidence,
-    )
+    observation = f"{reading}: more than the {good_range} that activations need; the rest is unused"
+    return _other_fraction(situation, flags, sign="memory-left", observation=observation, evidence=evidence)
 
 
 def pool_small(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the KV pool of a server on a CPU holds fewer requests than may run."""
-    pool_tokens, most, running = (
-        situation.server.now("max-total-tokens"),
-        situation.max_running,
-        situation.server.running,
-    )
-    if not most or running < 1 or not (situation.short_of_pool or situation.retracts_often):
+    pool_tokens = situation.server.value_of("max-total-tokens")
+    most, running = situation.max_running, situation.server.running
+    if pool_tokens is None or not most or running < 1:
+        return None
+    if not situation.short_of_pool and not situation.retracts_often:
         return None
     return Finding(
         f"{running:.0f} of at most {most} requests run and others wait: the KV pool of {pool_tokens:.0f} "
@@ -62,28 +57,30 @@ def memory_tight(situation: Situation, flags: Flags) -> Finding | None:
     spare_gb, low = situation.server.spare_gb, situation.server.band.low
     if spare_gb is None or spare_gb >= low:
         return None
-    reading = (
+    observation = (
         f"available_gpu_mem is {spare_gb:.2f} GB when the server is ready: with less than "
         f"{round(low, 1):g} GB, memory may run out"
     )
     evidence = {"available_gpu_gb": spare_gb}
-    return _fraction(situation, flags, sign="memory-tight", reading=reading, evidence=evidence)
+    return _other_fraction(situation, flags, sign="memory-tight", observation=observation, evidence=evidence)
 
 
-def _fraction(
-    situation: Situation, flags: Flags, sign: str, reading: str, evidence: dict[str, Any]
+def _other_fraction(
+    situation: Situation, flags: Flags, *, sign: str, observation: str, evidence: dict[str, Any]
 ) -> Finding | None:
-    """Advise a mem-fraction-static that leaves the right amount of the card's memory free.
+    """Advise a mem-fraction-static that leaves the right amount of the GPU's memory free.
 
-    Return None if the weights and a useful pool would not fit into the new fraction.
+    `sign` is "memory-left" if too much is free now, or "memory-tight" if too little is free. Return None if
+    the weights and a useful pool would not fit into the new fraction.
     """
     name, card_gb = "mem-fraction-static", situation.facts.card_gb
-    present = situation.server.now(name)
+    present = situation.server.value_of(name)
     is_raise = sign == "memory-left"
     if present is None or not card_gb:
         # The next value cannot be computed, so only its direction is advised.
-        change = f"--{name} {'up' if is_raise else 'down'} in steps of {FRACTION_STEP}"
-        return Finding(reading, change=change if flags.spelling(name) else "", evidence=evidence)
+        direction = "up" if is_raise else "down"
+        change = f"--{name} {direction} in steps of {FRACTION_STEP}" if flags.spelling(name) else ""
+        return Finding(observation, change=change, evidence=evidence)
     args = next_setting(sign, name, situation.server, flags)
     if not args:
         return None
@@ -93,7 +90,7 @@ def _fraction(
         f"{command_line(args)} instead of {present:g}: {difference} for the KV pool "
         f"(the GPU has {card_gb:.0f} GB)"
     )
-    return Finding(reading, args=args, change=change, evidence=evidence)
+    return Finding(observation, args=args, change=change, evidence=evidence)
 
 
 def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
@@ -101,12 +98,13 @@ def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Findi
 
     def judge(situation: Situation, flags: Flags) -> Finding | None:
         """Advise on the memory that ran out in `phase`; None if none ran out."""
+        trouble = situation.facts.troubles.get(phase)
+        if trouble is None:
+            return None
         # The memory of CUDA graphs depends on the captured batch sizes, not on number types. `_ran_out`
         # already advises smaller graphs.
-        remedy = "" if phase == "graph" else _narrower(situation, flags)
-        return _ran_out(
-            situation, trouble=situation.facts.troubles.get(phase), flags=flags, where=where, remedy=remedy
-        )
+        remedy = "" if phase == "graph" else _narrower_types(situation, flags)
+        return _ran_out(situation, trouble=trouble, flags=flags, where=where, remedy=remedy)
 
     return judge
 
@@ -115,13 +113,8 @@ def oom_weights(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that the weights do not fit, or leave no room for a KV pool."""
     if trouble := situation.facts.troubles.get("pool"):
         where = "before there was a KV pool: the weights take all that mem-fraction-static allows"
-        return _ran_out(
-            situation,
-            trouble=trouble,
-            flags=flags,
-            where=where,
-            remedy="" if situation.facts.on_cpu else "more GPUs (--tp-size)",
-        )
+        remedy = "" if situation.facts.on_cpu else "more GPUs (--tp-size)"
+        return _ran_out(situation, trouble=trouble, flags=flags, where=where, remedy=remedy)
     if trouble := situation.facts.troubles.get("load"):
         args = {} if situation.facts.on_cpu else flags.setting("tp-size", 2 * situation.facts.tp)
         remedy = command_line(args) or "a machine with more memory"
@@ -130,7 +123,7 @@ def oom_weights(situation: Situation, flags: Flags) -> Finding | None:
         where = "while weights were loaded"
         finding = _ran_out(situation, trouble=trouble, flags=flags, where=where, remedy=remedy)
         # Advise more GPUs or memory instead of the flags that recovery would set.
-        return finding and replace(finding, args=args)
+        return replace(finding, args=args)
     return None
 
 
@@ -140,7 +133,7 @@ def killed(situation: Situation, flags: Flags) -> Finding | None:
     if died is None or not died.killed:
         return None
     args = safer(Death("killed", died.text), situation.facts, flags)
-    host = "more memory for it (the machine's, the container's or Slurm's --mem), if `dmesg` says `oom-kill`"
+    host = "more host memory (of the machine, the container, or Slurm's --mem), if `dmesg` says `oom-kill`"
     return Finding(
         f"killed (SIGKILL), as the kernel does when the host's memory runs out: {died.text[:LONGEST_LINE]}",
         args=args,
@@ -162,13 +155,14 @@ def crashed(situation: Situation, _: Flags) -> Finding | None:
     )
 
 
-def _narrower(situation: Situation, flags: Flags) -> str:
-    """Name number types below 16 bits, for weights or KV cache, that the GPU supports.
+def _narrower_types(situation: Situation, flags: Flags) -> str:
+    """Name number types below 16 bits, for weights or KV cache, that the GPU supports; empty if none.
 
     The KV pool takes all memory that the weights leave. So smaller numbers free memory only together with a
     lower mem-fraction-static.
     """
-    facts, types = situation.facts, list[str]()
+    facts = situation.facts
+    types: list[str] = []
     if facts.architecture in FP8:
         if facts.kv_in_16_bits:
             types.append(command_line(flags.setting("kv-cache-dtype", "fp8_e4m3")))
@@ -180,16 +174,16 @@ def _narrower(situation: Situation, flags: Flags) -> str:
     return f"{remedy}, with a lower --mem-fraction-static" if remedy else ""
 
 
-def _ran_out(
-    situation: Situation, *, trouble: OutOfMemory | None, flags: Flags, where: str, remedy: str
-) -> Finding | None:
-    """Advise safer flags, or `remedy` as an alternative, after memory ran out; None if it did not."""
-    if trouble is None:
-        return None
+def _ran_out(situation: Situation, *, trouble: OutOfMemory, flags: Flags, where: str, remedy: str) -> Finding:
+    """Advise safer flags, or `remedy` as an alternative, after memory ran out; both may be empty.
+
+    `where` says in words when it ran out.
+    """
     args = safer(Death(trouble.phase, trouble.text, trouble.running), situation.facts, flags)
     remedies = [text for text in (command_line(args), remedy) if text]
+    phase = f" {where}" if where else ""
     return Finding(
-        f"out of memory{where and ' '}{where}: {trouble.text[:LONGEST_LINE]}",
+        f"out of memory{phase}: {trouble.text[:LONGEST_LINE]}",
         args=args,
         change=", or ".join(remedies) or "a smaller model, or a GPU with more memory",
         evidence={"running": trouble.running},

@@ -125,7 +125,7 @@ def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
         return {}
     # State pool flags react to the sign "no-states", all other flags to the first one.
     signs = {"no-pool" if death.kind == "pool" else "oom", "no-states"}
-    server = Server(facts, running=death.running, why=death.why)
+    server = Server(facts, running=death.running, death_line=death.why)
     for group in FLAGS_AFTER.get(death.kind, ()):
         args: dict[str, Any] = {}
         for name in group:

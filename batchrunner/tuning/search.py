@@ -2,13 +2,16 @@
 
 The search does no I/O: it yields requests for trials and receives their results. Equal results lead to equal
 requests, so a search can resume from stored results.
+
+A challenger is the best setting with one change. It races against the best setting: both are measured in
+turn, until their speeds differ clearly.
 """
 
 import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import orjson
 
@@ -18,11 +21,11 @@ from batchrunner.tuning.flags import FLAGS, Flag
 from batchrunner.tuning.measurement import LEAST_GAIN, Incumbent, TrialResult, TrialSigns
 from batchrunner.tuning.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 
-GUESS = 0.05
+ASSUMED_NOISE = 0.05
 """Assumed standard deviation of a trial's log speed before any repetition. It is about 5 % on a shared
 machine of two cores, and about 1 % on a machine without other users."""
-GUESS_WEIGHT = 4
-"""Weight of the assumed deviation GUESS, in degrees of freedom: it counts like four repeated trials."""
+ASSUMED_FREEDOM = 4
+"""Weight of ASSUMED_NOISE, in degrees of freedom: it counts like four repeated trials."""
 MOST_TURNS = 3
 """Maximum number of trials of each setting in a comparison of two."""
 SAME_WORK = 0.01
@@ -35,34 +38,43 @@ RaceVerdict = Literal["faster", "no faster", "again"]
 """Result of a comparison of two settings. `again` means that further trials are needed."""
 
 
+class Noise(NamedTuple):
+    """Random variation of trials with equal flags."""
+
+    deviation: float
+    """Standard deviation of one trial's log speed."""
+    freedom: int
+    """Degrees of freedom of the deviation."""
+
+
 def compare(
     challenger: Sequence[float],
     best: Sequence[float],
-    spread: tuple[float, int],
+    noise: Noise,
     *,
     more_per_pass: bool = False,
-    worth: float = LEAST_GAIN,
+    least_gain: float = LEAST_GAIN,
 ) -> tuple[RaceVerdict, str]:
     """Compare a challenger with the best setting: return the verdict, and the speed ratio as text.
 
-    `challenger` and `best` are the speeds of the trials, and `spread` is the result of `trial_noise`. The
-    text has the confidence interval of the ratio. The verdict is "again" while the difference is unclear.
-    After MOST_TURNS trials of each setting, an unproved challenger is "no faster".
+    `challenger` and `best` are the speeds of the trials. The text has the confidence interval of the ratio.
+    The verdict is "again" while the difference is unclear. After MOST_TURNS trials of each setting, an
+    unproved challenger is "no faster".
 
     `more_per_pass` says that the challenger also generated more output per forward pass, a count without
-    noise. Then a mean gain above `worth` is enough, and each setting gets at most two trials.
+    noise. Then a mean gain above `least_gain` is enough, and each setting gets at most two trials.
     """
-    deviation, degrees_of_freedom = spread
     # Logarithms turn ratios of speeds into differences. The interval is that of Student's t-test.
     gain = fmean(map(math.log, challenger)) - fmean(map(math.log, best))
-    half_width = _quantile(degrees_of_freedom) * deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
+    standard_error = noise.deviation * math.sqrt(1 / len(challenger) + 1 / len(best))
+    half_width = _quantile(noise.freedom) * standard_error
     low, high = gain - half_width, gain + half_width
     text = f"{math.exp(gain):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}] x the best speed"
     if low > 0:
         return "faster", text
-    if more_per_pass and gain > worth:
+    if more_per_pass and gain > least_gain:
         return "faster", f"{text}, and more output tokens per pass"
-    if high < 0 or (gain < worth and not more_per_pass):
+    if high < 0 or (gain < least_gain and not more_per_pass):
         return "no faster", text
     turns = min(len(challenger), len(best))
     if turns >= MOST_TURNS or (more_per_pass and turns > 1):
@@ -70,29 +82,28 @@ def compare(
     return "again", text
 
 
-def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation of one trial's log speed, and its degrees of freedom.
+def trial_noise(speeds_by_setting: Iterable[Sequence[float]]) -> Noise:
+    """Estimate the noise from the speeds of each setting's trials.
 
-    `settings` has the speeds of each setting's trials. The deviation is pooled over all settings and the
-    assumption GUESS, which counts as GUESS_WEIGHT degrees of freedom. A setting with only one trial adds
-    nothing.
+    The deviation is pooled over all settings and ASSUMED_NOISE, which counts as ASSUMED_FREEDOM degrees of
+    freedom. A setting with only one trial adds nothing.
     """
-    total, freedom = GUESS_WEIGHT * GUESS**2, GUESS_WEIGHT
-    for speeds in settings:
+    squares, freedom = ASSUMED_FREEDOM * ASSUMED_NOISE**2, ASSUMED_FREEDOM
+    for speeds in speeds_by_setting:
         logs = [math.log(speed) for speed in speeds]
         mean = fmean(logs)
-        total += sum((value - mean) ** 2 for value in logs)
+        squares += sum((value - mean) ** 2 for value in logs)
         freedom += len(logs) - 1
-    return math.sqrt(total / freedom), freedom
+    return Noise(math.sqrt(squares / freedom), freedom)
 
 
-def margin_to_stop(spread: tuple[float, int]) -> float:
+def margin_to_stop(noise: Noise) -> float:
     """Return the fraction by which a trial may fall behind the best before it is stopped.
 
     It is three times the noise of a difference of two trials. It is at least a fifth, because the rows so far
     are a less exact measure than a whole trial, and at most a half.
     """
-    return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
+    return min(0.5, max(0.2, 3 * math.sqrt(2) * noise.deviation))
 
 
 def same_work(challenger: TrialSigns, best: TrialSigns) -> bool:
@@ -118,7 +129,8 @@ def _relative_difference(challenger: float | None, best: float | None) -> float 
 
 def _quantile(freedom: int) -> float:
     """Return Student's 95 % quantile for these degrees of freedom."""
-    return _T95[min(freedom - GUESS_WEIGHT, len(_T95) - 1)]
+    # ASSUMED_FREEDOM is the minimum, so _T95 begins with its quantile.
+    return _T95[min(freedom - ASSUMED_FREEDOM, len(_T95) - 1)]
 
 
 FAILED_MORE = 0.01
@@ -170,8 +182,10 @@ class Search:
 
     def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
         """`args` has the job's own flags, which are tried first."""
-        self.best = self.own = FlagSetting(args, machine.replicas_of(args))
-        """The best setting so far, and the setting of the job's own flags."""
+        self.own = FlagSetting(args, machine.replicas_of(args))
+        """The setting of the job's own flags."""
+        self.best = self.own
+        """The best setting so far."""
         self.settings = {key_of(args): self.own}
         """All settings that were tried, by their keys."""
         self.notes: dict[str, str] = {}
@@ -185,7 +199,7 @@ class Search:
 
     def steps(self) -> Generator[TrialRequest, TrialResult, None]:
         """Yield requests and receive results until no change of a flag is faster."""
-        yield from self._try(self.own, "the job's own flags", None)
+        yield from self._run_trial(self.own, "the job's own flags")
         if not self.own.newest.is_speed:
             self.reason = f"the job's own flags cannot be measured: {self.own.newest.why}"
             return
@@ -199,7 +213,7 @@ class Search:
         # own flags too.
         while self._beats_own() == "again":
             less_tried = min(self.best, self.own, key=lambda setting: len(setting.results))
-            yield from self._try(less_tried, "the best and the job's own flags, in turn", None)
+            yield from self._run_trial(less_tried, "the best and the job's own flags, in turn")
 
     @property
     def winner(self) -> FlagSetting:
@@ -223,34 +237,36 @@ class Search:
 
     def _tune(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
         """Try changes of a flag until several bring no gain; return whether the best setting changed."""
-        improved, misses = False, 0
+        improved = False
+        misses = 0
         while misses < MOST_MISSES and (change := self._next_change(tuned_flag)) is not None:
             won = yield from self._try_change(change, tuned_flag)
             if won:
-                improved, misses = True, 0
+                improved = True
+                misses = 0
             else:
                 misses += 1
         return improved
 
     def _try_change(self, change: FlagChange, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
         """Try the best flags with one change; return whether that is faster."""
-        args = self._changed_to(change)
-        setting = self.settings[key_of(args)] = FlagSetting(args, self._machine.replicas_of(args))
-        tried = command_line(changes(setting.args, self.best.args))
-        won = yield from self._race(setting, change, tuned_flag)
+        args = self._with_change(change)
+        challenger = self.settings[key_of(args)] = FlagSetting(args, self._machine.replicas_of(args))
+        # The race may replace the best setting.
+        changed_flags = command_line(changes(challenger.args, self.best.args))
+        won = yield from self._race(challenger, change, tuned_flag)
         self._changed.add(tuned_flag.name)
-        self.notes[tuned_flag.name] = f"{tried}: {setting.verdict}"
+        self.notes[tuned_flag.name] = f"{changed_flags}: {challenger.verdict}"
         return won
 
     def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
         """Return the next untried change of one flag, or of all at once (TOGETHER); None if none is left."""
         if tuned_flag is not TOGETHER:
             return self._untried(tuned_flag)
-        # Flags that need a GPU are left out; see TOGETHER.
         all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
         all_changes = [change for flag in all_flags if (change := self._untried(flag))]
         combined = together(all_changes)
-        if combined is None or key_of(self._changed_to(combined)) in self.settings:
+        if combined is None or key_of(self._with_change(combined)) in self.settings:
             return None
         return combined
 
@@ -262,18 +278,24 @@ class Search:
                 self.notes[tuned_flag.name] = flag_changes
             return None
         for change in flag_changes:
-            if self._missing(change):
-                self.notes[tuned_flag.name] = f"this version has no {self._missing(change)}"
-            elif key_of(self._changed_to(change)) not in self.settings:
+            if missing := self._missing(change):
+                self.notes[tuned_flag.name] = f"this version has no {missing}"
+            elif key_of(self._with_change(change)) not in self.settings:
                 return change
         return None
 
-    def _changed_to(self, change: FlagChange) -> Args:
-        """Return the best flags with a change. A new flag is spelled as this version of SGLang spells it."""
+    def _with_change(self, change: FlagChange) -> Args:
+        """Return the best flags with a change.
+
+        A flag that the best flags have keeps its spelling. A new flag is spelled for this version of SGLang.
+        """
         args = dict(self.best.args)
         for name, value in change.args.items():
-            job_name = name_in(args, name)
-            args |= {job_name: value} if job_name in args else self._machine.flags.setting(name, value)
+            present_name = name_in(args, name)
+            if present_name in args:
+                args[present_name] = value
+            else:
+                args |= self._machine.flags.setting(name, value)
         return args
 
     def _missing(self, change: FlagChange) -> str:
@@ -284,43 +306,54 @@ class Search:
         return ""
 
     def _race(
-        self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
+        self, challenger: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
-        """Run trials of a setting and of the best one in turn; return whether the new one is faster."""
-        # Of the best setting's earlier trials, only the last one takes part in the comparison.
+        """Run trials of a challenger and of the best setting in turn; return whether the challenger won."""
+        # Of the best setting's earlier trials, only the last one takes part in the race.
         skipped = len(self.best.speeds) - 1
-        yield from self._try(setting, change.why, self._incumbent(setting))
-        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[skipped:])) is None:
-            # The setting with fewer trials in this comparison runs next; on a tie, the best one.
-            if len(self.best.speeds) - skipped <= len(setting.speeds):
-                yield from self._try(self.best, "the best again, in turn", None)
+        yield from self._run_trial(challenger, change.why, self._incumbent(challenger))
+        while True:
+            best_speeds = self.best.speeds[skipped:]
+            verdict = self._verdict(challenger, change, tuned_flag, best_speeds)
+            if verdict is not None:
+                break
+            # The setting with fewer trials in this race runs next; on a tie, the best one.
+            if len(best_speeds) <= len(challenger.speeds):
+                yield from self._run_trial(self.best, "the best again, in turn")
             else:
-                yield from self._try(setting, "again, in turn", self._incumbent(setting))
-        won, setting.verdict = verdict
+                yield from self._run_trial(challenger, "again, in turn", self._incumbent(challenger))
+        won, challenger.verdict = verdict
         if won:
-            self.best = setting
+            self.best = challenger
         return won
 
-    def _try(
-        self, setting: FlagSetting, why: str, incumbent: Incumbent | None
+    def _run_trial(
+        self, setting: FlagSetting, why: str, incumbent: Incumbent | None = None
     ) -> Generator[TrialRequest, TrialResult, None]:
-        """Request a trial of a setting, and add its result to the setting."""
+        """Request a trial of a setting, and add its result to the setting.
+
+        If there is an `incumbent`, the trial ends early if it falls behind that.
+        """
         result = yield TrialRequest(setting.args, why=why, turn=len(setting.results), incumbent=incumbent)
         setting.results.append(result)
 
-    def _incumbent(self, setting: FlagSetting) -> Incumbent:
-        """Return the speed that one replica with `setting` must exceed to become the best."""
-        best = self.best.replicas * self.best.newest.tokens_per_s / setting.replicas
-        return Incumbent(best, margin_to_stop(self._noise()))
+    def _incumbent(self, challenger: FlagSetting) -> Incumbent:
+        """Return the speed that one replica of the challenger must exceed to become the best."""
+        tokens_per_s = self.best.replicas * self.best.newest.tokens_per_s / challenger.replicas
+        return Incumbent(tokens_per_s, margin=margin_to_stop(self._noise()))
 
-    def _noise(self) -> tuple[float, int]:
+    def _noise(self) -> Noise:
+        """Return the noise of all trials so far."""
         return trial_noise(setting.speeds for setting in self.settings.values() if setting.speeds)
 
     def _verdict(
-        self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag, best_speeds: Sequence[float]
+        self, challenger: FlagSetting, change: FlagChange, tuned_flag: Flag, best_speeds: Sequence[float]
     ) -> tuple[bool, str] | None:
-        """Return whether `setting` is better than the best setting, and why; None while that is undecided."""
-        newest, best = setting.newest, self.best.newest
+        """Return whether the challenger is better than the best setting, and why; None while undecided.
+
+        `best_speeds` are the best setting's speeds in this race.
+        """
+        newest, best = challenger.newest, self.best.newest
         # These cases are clear without a comparison of speeds.
         if newest.ended == "died":
             return False, f"unsafe: {newest.why}"
@@ -334,14 +367,15 @@ class Search:
         only_schedules = _only_schedules(change.args)
         if only_schedules and same_work(newest.signs, best.signs):
             return False, "no faster: passes and batches are the same as with the best"
+        # A small step gains less than the noise. If passes have become fuller, it is accepted even with an
+        # apparent loss of up to LEAST_GAIN.
+        least_gain = -LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN
         verdict, text = compare(
-            setting.speeds,
+            challenger.speeds,
             best_speeds,
             self._noise(),
             more_per_pass=only_schedules and more_per_pass(newest.signs, best.signs),
-            # A small step gains less than the noise. If passes have become fuller, it is accepted even with
-            # an apparent loss of up to LEAST_GAIN.
-            worth=-LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN,
+            least_gain=least_gain,
         )
         is_decided = verdict != "again"
         return (verdict == "faster", f"{verdict}: {text}") if is_decided else None
@@ -358,5 +392,6 @@ def key_of(args: Args) -> bytes:
 
 
 def changes(args: Args, base: Args) -> Args:
-    """Return the flags whose values differ from those in `base`."""
+    """Return the flags whose values differ from those in `base`, or that `base` lacks."""
+    # None is a value, so the default is another object.
     return {name: value for name, value in args.items() if base.get(name, ...) != value}

@@ -1,6 +1,8 @@
 """Rules of advice on a server's setup: metrics, GPUs, parallelism, precision, kernels, cache, order.
 
 Each rule is a pure function. A rule on the model or the GPU finds nothing if the model or the GPU is unknown.
+A rule that always returns a finding leaves the decision to its flag: without a next value of the flag, there
+is no advice.
 """
 
 import re
@@ -20,6 +22,15 @@ LONG_ENOUGH = 1024
 it."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Attention backends that run on any GPU. Any other backend was chosen for a reason."""
+KEEPS_ORDER = frozenset({"fcfs", "lpm"})
+"""Values of `--schedule-policy` that keep the order of arrival (fcfs) or prefer cached prefixes (lpm)."""
+OUT_OF_REACH = 0.1
+"""The order of rows counts as bad if at least this fraction of the prompt tokens could have come from the
+prefix cache but did not."""
+PAGED = ("mla", "mha", "dsa", "nsa")
+"""Parts of the names of attention backends that need KV cache pages of several tokens."""
+LOST_IN_PAGES = 0.15
+"""Pages are too large if at least this fraction of a request's KV cache pages is empty."""
 
 
 def metrics_off(situation: Situation, flags: Flags) -> Finding | None:
@@ -44,24 +55,27 @@ def metrics_off(situation: Situation, flags: Flags) -> Finding | None:
 
 def tensor_parallel(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that a model is split over several GPUs although it fits one, or that GPUs are idle."""
-    tp, card, idle = situation.facts.tp, situation.facts.card_gb, situation.facts.idle_gpus
+    tp, card_gb, idle = situation.facts.tp, situation.facts.card_gb, situation.facts.idle_gpus
     if idle:
+        verb = "is" if idle == 1 else "are"
         return Finding(
-            f"{counted(idle, 'GPU')} that the server could use {'is' if idle == 1 else 'are'} idle",
+            f"{counted(idle, 'GPU')} that the server could use {verb} idle",
             change="`engine: {replicas: auto}`: a replica for every GPU",
             evidence={"idle_gpus": idle},
             certainty="high",
         )
     # A GPU logs its own part of the weights, which tensor and pipeline parallelism divide.
     model_gb = (situation.facts.weights_gb or 0.0) * tp * (situation.facts.number("pp_size") or 1)
-    if tp < 2 or situation.facts.on_cpu or not model_gb or not card or model_gb > ROOM_FOR_KV * card:  # noqa: PLR2004
+    if tp < 2 or situation.facts.on_cpu or not model_gb or not card_gb:  # noqa: PLR2004
+        return None
+    if model_gb > ROOM_FOR_KV * card_gb:
         return None
     args = flags.setting("tp-size", 1)
     return Finding(
-        f"the model ({model_gb:.0f} GB) fits one GPU ({card:.0f} GB), but is split over {tp}",
+        f"the model ({model_gb:.0f} GB) fits one GPU ({card_gb:.0f} GB), but is split over {tp}",
         args=args,
         change=f"a server for each GPU (`engine: {{replicas: auto}}`), with {command_line(args)}",
-        evidence={"weights_gb": round(model_gb, 1), "card_gb": card, "tp": tp},
+        evidence={"weights_gb": round(model_gb, 1), "card_gb": card_gb, "tp": tp},
     )
 
 
@@ -121,7 +135,7 @@ def pool_full(situation: Situation, _: Flags) -> Finding | None:
 
 def shared_prefixes(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that prompts share prefixes, but come in an order with few prefix cache hits."""
-    prefills, policy = situation.log.prefills, situation.facts.arguments.get("schedule_policy")
+    prefills = situation.log.prefills
     share = prefills.cached_share
     if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
         return None
@@ -132,8 +146,9 @@ def shared_prefixes(situation: Situation, flags: Flags) -> Finding | None:
         if situation.client.order in {"auto", "prefix"}:
             # No advice is needed, because the runner already groups rows by their common prefix.
             return None
-        reading = f"{reading}, in the input's order"
+        reading += ", in the input's order"
         return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
+    policy = situation.facts.arguments.get("schedule_policy")
     queue, limit = situation.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
         reading += f"; above {limit:.0f} waiting requests, lpm does not look for common prefixes"
@@ -148,8 +163,8 @@ def shared_prefixes(situation: Situation, flags: Flags) -> Finding | None:
 def host_cache(situation: Situation, _: Flags) -> Finding | None:
     """Detect that prompts share long prefixes, which the KV pool may evict before their next use."""
     prefills = situation.log.prefills
-    shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
-    if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
+    shares_prefixes = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
+    if prefills.prompts < FEW_PROMPTS or not shares_prefixes or prefills.mean_prompt < LONG_ENOUGH:
         return None
     if not frequent(situation.load, "full"):
         return None
@@ -165,23 +180,12 @@ def attention_backend(situation: Situation, _: Flags) -> Finding | None:
     backend = situation.facts.arguments.get("attention_backend")
     if backend not in _GENERAL or backend in best_backends(situation.facts)[:1]:
         return None
-    # If the launch command is unknown, as for a log, the user may have chosen the backend in a config file.
-    command = str(situation.facts.arguments.get("launch_command") or "--config")
-    if not re.search("attention.backend|--config", command):
+    # A log lacks the launch command. The user may then have chosen the backend, also in a config file.
+    command = situation.facts.arguments.get("launch_command")
+    if command and not re.search("attention.backend|--config", str(command)):
         # SGLang itself chose the backend, so there is nothing to advise.
         return None
     return Finding(f"the attention backend is {backend} on {situation.facts.card}")
-
-
-KEEPS_ORDER = frozenset({"fcfs", "lpm"})
-"""Values of `--schedule-policy` that keep the order of arrival (fcfs) or prefer cached prefixes (lpm)."""
-OUT_OF_REACH = 0.1
-"""The order of rows counts as bad if at least this fraction of the prompt tokens could have come from the
-prefix cache but did not."""
-PAGED = ("mla", "mha", "dsa", "nsa")
-"""Parts of the names of attention backends that need KV cache pages of several tokens."""
-LOST_IN_PAGES = 0.15
-"""Pages are too large if at least this fraction of a request's KV cache pages is empty."""
 
 
 def cache_off(situation: Situation, _: Flags) -> Finding | None:
@@ -197,11 +201,11 @@ def cache_off(situation: Situation, _: Flags) -> Finding | None:
 
 def order_of_server(situation: Situation, _: Flags) -> Finding | None:
     """Detect that the server reorders rows, and so has fewer prefix cache hits than it could have."""
-    policy, prefills = situation.facts.arguments.get("schedule_policy"), situation.log.prefills
+    policy = situation.facts.arguments.get("schedule_policy")
     shared = situation.client.possible_share if situation.client else None
     if policy is None or policy in KEEPS_ORDER or shared is None:
         return None
-    cached = prefills.cached_share
+    cached = situation.log.prefills.cached_share
     if shared - cached < OUT_OF_REACH or situation.facts.arguments.get("disable_radix_cache"):
         return None
     return Finding(
@@ -213,13 +217,14 @@ def order_of_server(situation: Situation, _: Flags) -> Finding | None:
 
 def pages_large(situation: Situation, _: Flags) -> Finding | None:
     """Detect that requests are short for the page size, so that half-empty last pages waste the KV pool."""
-    page, prefills = int(situation.facts.number("page_size") or 1), situation.log.prefills
+    page = int(situation.facts.number("page_size") or 1)
+    prefills = situation.log.prefills
     backend = str(situation.facts.arguments.get("attention_backend"))
-    if page < 2 or any(name in backend for name in PAGED) or not prefills.prompts:  # noqa: PLR2004
+    needs_pages = any(name in backend for name in PAGED)
+    if page < 2 or needs_pages or not prefills.prompts or not situation.short_of_pool:  # noqa: PLR2004
         return None
-    if not situation.short_of_pool:
-        return None
-    tokens = prefills.mean_prompt + (situation.client.mean_output or 0.0 if situation.client else 0.0)
+    mean_output = situation.client.mean_output if situation.client else None
+    tokens = prefills.mean_prompt + (mean_output or 0.0)
     # On average, half of a request's last page is empty.
     wasted_share = page / 2 / (tokens + page / 2)
     if wasted_share < LOST_IN_PAGES:

@@ -30,7 +30,7 @@ def test_nothing_is_told_that_is_not_known() -> None:
     assert time_left.update(1.0, 0, 40, 40) is None
     assert time_left.update(2.0, 3, 37, 37) is None
     assert time_left.update(20.0, 30, 10, 10) is not None
-    assert time_left.update(90.0, 30, 10, 10) is None
+    assert [time_left.update(now, 30, 10, 10) for now in (40.0, 60.0, 80.0, 90.0)][-1] is None
     assert time_left.update(91.0, 40, 0, 0) == 0.0
 
 
@@ -62,7 +62,7 @@ def test_an_estimate_while_no_row_ends() -> None:
     time_left = TimeLeft(0.0, row_s=0.01)
     assert time_left.update(30.0, 0, 0, 100_000) == 1000.0  # input is still read
     assert time_left.update(31.0, 0, 50, 100_000) == 999.0
-    assert time_left.update(90.0, 0, 50, 100_000) is None
+    assert [time_left.update(now, 0, 50, 100_000) for now in (50.0, 70.0, 90.0, 110.0)][2:] == [None, None]
     assert time_left.update(130.0, 50, 50, 99_950) == pytest.approx(100 / 50 * 99_950)
 
 
@@ -112,6 +112,27 @@ def test_the_time_left_stands_still_while_no_server_is_up() -> None:
     for now in range(701, 1201):
         left_s = time_left.update(float(now), now - 300, 20, 1300 - now)
         assert left_s == pytest.approx(1300 - now, abs=1)
+
+
+@pytest.mark.parametrize("pause_s", [60, 3600])
+def test_the_time_left_after_the_process_was_stopped(pause_s: int) -> None:
+    """Ctrl-Z, and `fg` an hour later: rows go on at their pace, so the time left is what it was."""
+    time_left = TimeLeft(0.0)
+    for now in range(1, 401):
+        before = time_left.update(float(now), now, 20, 1000 - now)
+    assert before == 600.0
+    # The answers of the rows in flight have come meanwhile.
+    for done in range(420, 1001):
+        left_s = time_left.update(float(done - 20 + pause_s), done, 20, 1000 - done)
+        assert left_s == pytest.approx(1000 - done, abs=1)
+
+
+def test_the_time_left_after_a_stop_before_the_first_answer() -> None:
+    """The rows that were in flight end at once after the stop: nobody knows how long a row takes yet."""
+    time_left = TimeLeft(0.0)
+    assert time_left.update(1.0, 0, 20, 1000) is None
+    assert time_left.update(3601.0, 20, 20, 980) is None
+    assert time_left.update(3621.0, 40, 20, 960) == pytest.approx(960, rel=0.1)
 
 
 def lines_of_rollouts(*, counts_open_rows: bool) -> list[tuple[float, float]]:

@@ -530,8 +530,11 @@ def test_a_path_that_is_no_text(tmp_path: Path, section: str) -> None:
 def test_a_directory_in_the_logs_place(tmp_path: Path) -> None:
     """Where the event log cannot be written the run does not begin."""
     (tmp_path / "run" / "events.jsonl").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"events\.jsonl: cannot be written: Is a directory"):
+    with pytest.raises(StorageError, match=r"events\.jsonl: cannot be written: Is a directory") as caught:
         batchrunner.run(job_of(tmp_path))
+    assert str(caught.value).endswith(
+        "make sure that this place can be written and run the same command again"
+    )
 
 
 def test_an_existing_run_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Flags of launched servers change while the run goes on: what gains stays, and no row is lost by it."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +11,14 @@ import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
+from batchrunner.job.load import load_job
+from batchrunner.job.tasks import GENERATE
 from batchrunner.runner import adapt, send
+from batchrunner.runner.control import Control
+from batchrunner.runner.run import execute
+from batchrunner.runner.shared_engine import open_engine_of
 from batchrunner.tuning.signals import GUIDES
-from tests.conftest import events_of, job_of, report_of, run_job
+from tests.conftest import events_of, eventually, job_of, report_of, run_job
 from tests.support.launchable import with_slots
 from tests.support.runs import rows_once
 
@@ -130,6 +136,29 @@ def test_what_memory_caps_is_not_tried(tmp_path: Path) -> None:
     run_job(job, tmp_path)
     rows_once(job, 200)
     assert starts_of(tmp_path) == [3]
+
+
+async def test_a_run_after_one_that_was_stopped(tmp_path: Path) -> None:
+    """On the same engine, as in `batchrun serve`, its rows wait for a restart that the stopped run began."""
+    at_start = "import os\nwhile slots > 4 and not os.path.exists(os.environ['GO']): time.sleep(0.1)"
+    go = tmp_path / "go"
+    one = slotted(tmp_path, 10 * ROWS, environ={"AT_START": at_start, "GO": str(go)})
+    two = {**one, "output": {"path": str(tmp_path / "two")}, "input": {**one["input"], "limit": 40}}
+    first, control = load_job(one), Control()
+    second = load_job({**two, "limits": {"engine_wait": 0.5}})
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await open_engine_of(
+            first, GENERATE, log_directory=tmp_path / "logs", control=Control(), stack=stack
+        )
+        running = asyncio.create_task(execute(first, engine=engine, control=control))
+        await asyncio.to_thread(eventually, lambda: len((tmp_path / "starts").read_text().split()) == 2)
+        control.drain("the test stops it")
+        assert (await running).exit_code == 1
+        running = asyncio.create_task(execute(second, engine=engine))
+        await asyncio.sleep(2)  # four times as long as an engine may be away
+        go.touch()
+        report = await running
+    assert (report.exit_code, report.rows_ok) == (0, 40)
 
 
 async def test_one_of_the_runs_at_once_adapts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

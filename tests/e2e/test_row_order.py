@@ -180,13 +180,27 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("batchrunner.input.sorted_copy.write_sorted", full)
     monkeypatch.setattr("batchrunner.input.order.WINDOW_ROWS", 50)
     write_texts(tmp_path / "input.parquet", shuffled(200, 10))
-    with pytest.raises(OutputError, match=r"No space left on device: free disk space, or set order: input$"):
+    with pytest.raises(
+        OutputError,
+        match=r"sorted: No space left on device: free disk space, or set order: input, which needs no sort$",
+    ):
         batchrunner.run(sorted_job(tmp_path))
     job = sorted_job(tmp_path, order="auto")
     assert batchrunner.run(job).rows_ok == 200
     (told,) = log_of(job, "order")
     assert told["order"] == "input"
     assert "would be better, but" in told["why"]
+
+
+def test_too_little_memory_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sort that runs out of memory does not ask for disk space."""
+    monkeypatch.setattr("batchrunner.input.sorted_copy.MEMORY_BYTES", 1_000_000)
+    write_texts(tmp_path / "input.parquet", shuffled(200, 10))
+    with pytest.raises(
+        OutputError,
+        match=r"sorted: Out of Memory Error: .*: set order: input, which needs no sort$",
+    ):
+        batchrunner.run(sorted_job(tmp_path))
 
 
 def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:

@@ -65,7 +65,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, server: FakeSGLang) -> None:
             job = job_of(tmp_path, server, rows=100, output=output, window=2, limits={"disk_wait": 2})
             result = run_job(job, tmp_path, "-q", code=1)
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]
-            told(line, disk / "run" / "parts", "No space left", "run the same command again")
+            told(line, disk / "run" / "parts", "No space left", "free disk space and run the same")
             assert result.stderr.count("Traceback") == 0
         (disk / "ballast").unlink()
         run_job(job, tmp_path)
@@ -75,6 +75,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, server: FakeSGLang) -> None:
 
 LIMITED = """
 import resource, sys
+sys.dont_write_bytecode = True  # the interpreter would keep a truncated file
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 from batchrunner.cli import main
 main()
@@ -101,6 +102,7 @@ def test_merged_files_that_do_not_fit(tmp_path: Path, file: str | None) -> None:
 
 FEW_FILES = """
 import resource, sys
+sys.dont_write_bytecode = True  # the interpreter would keep a truncated file
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv.pop(1)), int(sys.argv.pop(1))))
 from batchrunner.cli import main
 main()

@@ -21,7 +21,7 @@ from typing import Any, cast
 import httpx
 import openai
 import pytest
-from openai.types import Batch
+from openai.types import Batch, BatchRequestCounts
 
 from batchrunner.serve.state import FILES, State
 from tests.conftest import ROOT, batchrun, eventually
@@ -312,7 +312,11 @@ def test_calls_that_are_wrong(tmp_path: Path) -> None:
 def test_batches_that_fail(tmp_path: Path) -> None:
     """A file that is no batch file, or one for another endpoint, is taken, and its batch has the reasons."""
     with serving(tmp_path / "state", *FAST) as server:
-        unnamed = requests_of(3).replace(b'"request-1"', b"7").replace(b'"custom_id": "request-2", ', b"")
+        unnamed = (
+            requests_of(3, url="/v1/completions")
+            .replace(b'"request-1"', b"7")
+            .replace(b'"custom_id": "request-2", ', b"")
+        )
         for content, errors in (
             (b"\x00\xff\n" * 3, [("invalid_file", 1)]),
             (b"", [("invalid_file", None)]),
@@ -321,7 +325,11 @@ def test_batches_that_fail(tmp_path: Path) -> None:
             (gzip.compress(requests_of(2)), [("invalid_url", 1), ("invalid_url", 2)]),
             (b"\n \n" + requests_of(1), [("invalid_url", 3)]),
             (requests_of(2) + requests_of(2, 2).replace(CHAT.encode(), b"/v1/audio/transcriptions"),
-             [("invalid_url", 3), ("invalid_url", 4)]),
+             [("invalid_url", number) for number in (1, 2, 3, 4)]),
+            (requests_of(1, url="/v1/embeddings") + requests_of(2, 1, url="/v1/completions"),
+             [("invalid_url", 1)]),
+            (requests_of(1) + requests_of(2, 1, url="/v1/completions") + requests_of(1, 3, url="/v1/other"),
+             [("invalid_url", 1), ("invalid_url", 4)]),
             (requests_of(2, url="/v1/completions") + requests_of(2, url="/v1/completions"),
              [("duplicate_custom_id", 3), ("duplicate_custom_id", 4)]),
             (unnamed, [("missing_required_parameter", 2), ("missing_required_parameter", 3)]),
@@ -379,6 +387,44 @@ def test_a_cancellation_that_cannot_be_written(tmp_path: Path) -> None:
         batch = server.ended(batch)
         assert (batch.status, batch.cancelling_at) == ("completed", None)
         assert [*map(number_of, server.lines_of(batch.output_file_id))] == [*range(100)]
+
+
+def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
+    """A call that must write gets an error that says so, without a path, and changes nothing."""
+    directory, aside = tmp_path / "state", tmp_path / "aside"
+    with serving(directory, *FAST) as server:
+        file = server.upload(requests_of(1))
+        calls: dict[str, Callable[[], object]] = {
+            "files": lambda: server.upload(requests_of(1)),
+            "batches": lambda: server.begin(file),
+        }
+        for kind, call in calls.items():
+            (directory / kind).rename(aside)
+            (directory / kind).touch()  # no file can be written below a file
+            with pytest.raises(openai.InternalServerError, match="cannot use its disk") as refused:
+                call()
+            (directory / kind).unlink()
+            aside.rename(directory / kind)
+            assert (refused.value.status_code, refused.value.code) == (507, "storage_error")
+            assert refused.value.type == "server_error"
+            assert str(directory) not in refused.value.message
+        assert [each.id for each in server.client.files.list()] == [file]
+        assert [*server.client.batches.list()] == []
+        assert server.ended(server.begin(file)).status == "completed"
+
+
+def test_files_are_listed_by_age(tmp_path: Path) -> None:
+    """Results are younger than a file that was uploaded after their batch began, also after a restart."""
+    with serving(tmp_path / "state", *SLOW) as server:
+        first = server.upload(requests_of(1, max_tokens=10))
+        batch = server.begin(first, window=cast("Any", 3600))
+        assert batch.completion_window == "3600"
+        second = server.upload(requests_of(1))
+        by_age = [first, second, server.ended(batch).output_file_id]
+        for _ in range(2):
+            assert [file.id for file in server.client.files.list(order="asc")] == by_age
+            server.kill()
+            server.start()
 
 
 def test_a_file_is_deleted_as_a_batch_begins(tmp_path: Path) -> None:
@@ -573,7 +619,17 @@ def test_who_may_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("early", ["cancelled", "expired"])
 def test_the_engine_comes_later_and_changes(tmp_path: Path, early: str) -> None:
-    """An engine that is not up yet is waited for; a batch waits for its own model, until it ends early."""
+    """An engine that is not up yet is waited for; a batch waits for its own model, until it ends early.
+
+    Meanwhile, the batch has the counts of requests that it had before the restart.
+    """
+
+    def counts_of(batch: Batch) -> BatchRequestCounts:
+        counts = served.client.batches.retrieve(batch.id).request_counts
+        assert counts is not None
+        assert counts.total == 40
+        return counts
+
     with FakeSGLang() as first:
         url, port = first.url, int(first.url.rpartition(":")[2])
     served = Server(tmp_path / "state", engine=url)
@@ -585,10 +641,13 @@ def test_the_engine_comes_later_and_changes(tmp_path: Path, early: str) -> None:
         window = "20s" if early == "expired" else "24h"
         batch = served.begin(served.upload(requests_of(40)), window=window)
         engine.wait_for(20)
+        eventually(lambda: counts_of(batch).completed > 10)
+        done = counts_of(batch)
         served.kill()
     with FakeSGLang(model="another/model", port=port):
         served.start()
         assert served.client.models.list().data[0].id == "another/model"
+        assert counts_of(batch).completed >= done.completed
         if early == "cancelled":
             assert served.client.batches.cancel(batch.id).status == "cancelling"
         batch = served.ended(batch)

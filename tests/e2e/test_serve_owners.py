@@ -97,6 +97,22 @@ def test_owners_see_only_their_own(tmp_path: Path) -> None:
             assert httpx.get(url, headers=headers, trust_env=False).status_code == status
 
 
+def test_keys_with_spaces_around(tmp_path: Path) -> None:
+    """A line break or spaces around a key or its digest in the file do not count, as in a header."""
+    keys, digest = tmp_path / "keys.yaml", hashlib.sha256(KEYS["ben"].encode()).hexdigest()
+    keys.write_text(
+        f"- name: anna\n  key: |\n    {KEYS['anna']}\n"
+        f"- {{name: ben, sha256: ' {digest} '}}\n"
+        f"- {{name: root, key: ' {KEYS['root']}'}}\n"
+    )
+    with serving(tmp_path / "state", "--keys", keys, *FAST) as server:
+        for name in KEYS:
+            assert [*client_of(server, name).files.list()] == []
+    with serving(tmp_path / "state", *FAST, key="sk-only\n") as server:
+        assert [*client_of(server, "", "sk-only").files.list()] == []
+        assert httpx.get(f"{server.url}/files", trust_env=False).status_code == 401
+
+
 def test_limits_of_batches_and_requests(tmp_path: Path) -> None:
     """What exceeds a limit is refused as OpenAI refuses it, and the owner's other batches go on."""
     keys = write_keys(tmp_path / "keys.yaml", anna={"max_batches": 2}, ben={"max_queued_requests": 30})
@@ -238,6 +254,7 @@ def test_requests_that_are_no_http(tmp_path: Path) -> None:
 WRONG_FILES = {
     "- {name: a, key: sk-x}\n- {name: a, key: sk-y}": "two entries have equal names",
     "- {name: a, key: sk-x}\n- {name: b, key: sk-x}": "two entries have equal keys",
+    "- {name: a, key: ' '}": "entry 1: Value error, `key` is empty",
     "- {name: a}": "entry 1: Value error, give either `key` or `sha256`",
     "- {name: a, key: sk-x, share: 0}": "entry 1, share: Input should be greater than 0",
     "- {name: a, key: sk-x, sk-secret: 1}": "entry 1: Extra inputs are not permitted",

@@ -1,8 +1,10 @@
 """Whether sorting rows is worth its price, and the row groups of the sorted copy."""
 
+import errno
 import random
 from itertools import pairwise
 from math import exp
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchrunner.input.order import STRETCHES, WINDOW_ROWS, decide
 from batchrunner.input.prompt_bytes import common_length
-from batchrunner.input.sorted_copy import cut_into_groups
+from batchrunner.input.sorted_copy import connect, cut_into_groups
 from tests.support.inputs import document, shuffled
 
 
@@ -74,3 +76,24 @@ def test_row_groups_fit_into_memory(sizes: list[int], wanted: int) -> None:
     cuts = list(cut_into_groups(sizes, wanted))
     assert sum(count for count, _ in cuts) == len(sizes)
     assert all(count <= wanted and (size <= 32 << 20 or count == 1) for count, size in cuts)
+
+
+@pytest.mark.parametrize(
+    ("limits", "number"),
+    [
+        ("SET memory_limit = '1MB'", errno.ENOMEM),
+        ("SET memory_limit = '20MB'; SET max_temp_directory_size = '1MB'", errno.ENOSPC),
+    ],
+    ids=["memory", "disk"],
+)
+def test_what_a_sort_lacks(limits: str, number: int, tmp_path: Path) -> None:
+    """DuckDB calls a full disk "out of memory" too, but the number of the error does not."""
+
+    def sort() -> None:
+        with connect(tmp_path) as db:
+            db.execute(limits)
+            db.execute("CREATE TABLE sorted AS SELECT hash(range) AS key FROM range(3_000_000) ORDER BY key")
+
+    with pytest.raises(OSError, match="Out of Memory Error: ") as refusal:
+        sort()
+    assert refusal.value.errno == number

@@ -143,6 +143,7 @@ def test_values_become_plain_python() -> None:
         ({"number": 1 << 63}, "number: 9223372036854775808 has more than 64 bits"),
         ({"number": 1, "place": [1]}, r"place: '\[1\]' is not of type object"),
         ({"numbr": 1}, r"returned 'numbr', not a declared column \(columns: number, place\)"),
+        ({"place": {"page": 1, "pages": 2}}, r"place: 'pages' is not a declared key \(keys: "),
         (3, "returned an int: return a dict"),
     ],
 )

@@ -1,5 +1,8 @@
 """Merging writes each result once, in input order."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
+from batchrunner.output.files import scratch_directory
+from batchrunner.output.merge import WORK_PREFIX
 from tests.conftest import (
     batchrun,
     examples,
@@ -99,6 +104,28 @@ def test_files_of_the_run_are_no_target(tmp_path: Path, name: str) -> None:
     assert sorted(run.rglob("*")) == before
     assert rows_in(job_of(tmp_path)) == list(range(10))
     assert batchrun("merge", run, run / "results.csv").exit_code == 0
+
+
+@pytest.mark.parametrize("file", [[], ["results.csv"]], ids=["dataset", "file"])
+def test_a_killed_merge_leaves_no_files_for_ever(tmp_path: Path, file: list[str]) -> None:
+    """The next merge deletes the temporary files of a killed one, and leaves those of a running one alone."""
+    batchrunner.run(job_of(tmp_path, rows=30))
+    run, target = tmp_path / "run", [str(tmp_path / name) for name in file]
+    place = tmp_path if file else run
+    names = {path.name for path in place.iterdir()}
+    # It is killed when all rows lie in temporary files.
+    killed = (
+        "import os, signal, sys; from batchrunner.cli import app; from batchrunner.output import merge;"
+        "merge.with_counts = lambda *_: os.kill(os.getpid(), signal.SIGKILL); app(sys.argv[1:])"
+    )
+    subprocess.run([sys.executable, "-c", killed, "merge", str(run), *target], check=False)
+    (of_killed,) = (path for path in place.iterdir() if path.name not in names)
+    running, delete = scratch_directory(WORK_PREFIX, place)
+    for directory in (of_killed, running):
+        os.utime(directory, (0, 0))  # a new directory may be one that is about to be locked
+    assert batchrun("merge", run, *target).exit_code == 0
+    assert {path.name for path in place.iterdir()} - names == {*(file or ["merged"]), running.name}
+    delete()
 
 
 def test_a_merge_does_not_outlive_the_next_start(tmp_path: Path) -> None:

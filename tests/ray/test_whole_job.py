@@ -221,7 +221,7 @@ def test_a_worker_out_of_reach_has_not_died(
     fake = SimpleNamespace(wait=lambda given, timeout: ([*given], []), get=get, kill=lambda _: None)
     monkeypatch.setattr(whole_job, "ray", fake)
     monkeypatch.setattr(TIMING, "ray_poll", 0.0)
-    workers = whole_job.Workers(load_job(job_of(tmp_path)), whole_job.SharedPath(None, None), Control())
+    workers = whole_job.Workers(load_job(job_of(tmp_path)), whole_job.SharedPaths(None, None), Control())
     actor = SimpleNamespace(
         run=SimpleNamespace(remote=lambda *_: object()), process=SimpleNamespace(remote=lambda: process)
     )
@@ -258,17 +258,17 @@ def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_path_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that does not see the command's directory, or the results, says which node and which path."""
     from batchrunner.core.errors import JobError  # noqa: PLC0415
-    from batchrunner.ray.whole_job import SharedPath, _shared_path  # noqa: PLC0415
+    from batchrunner.ray.whole_job import SharedPaths, _shared_paths  # noqa: PLC0415
 
     monkeypatch.chdir(tmp_path)
-    with _shared_path("out/run") as shared:
+    with _shared_paths("out/run") as shared:
         shared.enter()
         os.chdir(tmp_path)
     with pytest.raises(JobError, match=f"of the command is not visible on the node {socket.gethostname()}"):
         shared.enter()
     with pytest.raises(JobError, match=r"the node .* has no such directory"):
-        SharedPath(str(tmp_path / "gone"), None).enter()
-    with _shared_path("s3://bucket/run") as shared:
+        SharedPaths(str(tmp_path / "gone"), None).enter()
+    with _shared_paths("s3://bucket/run") as shared:
         assert shared.mark is None
 
 
@@ -281,15 +281,15 @@ def test_results_in_a_copy_that_ray_deletes(tmp_path: Path, monkeypatch: pytest.
     from ray.runtime_env import RuntimeEnv  # noqa: PLC0415
 
     from batchrunner.core.errors import JobError  # noqa: PLC0415
-    from batchrunner.ray.whole_job import _shared_path  # noqa: PLC0415
+    from batchrunner.ray.whole_job import _shared_paths  # noqa: PLC0415
 
     monkeypatch.setattr(RuntimeContext, "runtime_env", RuntimeEnv(working_dir="gcs://_ray_pkg_1f.zip"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JobError, match="Ray deletes its copy of the working directory"):
-        _shared_path("out/run").__enter__()
+        _shared_paths("out/run").__enter__()
     for outside in ("s3://bucket/run", str(tmp_path / "run")):
-        with _shared_path(outside) as shared:
+        with _shared_paths(outside) as shared:
             assert shared.directory is None
     monkeypatch.setattr(RuntimeContext, "runtime_env", RuntimeEnv())
-    with _shared_path("run") as shared:  # a directory of the user's own
+    with _shared_paths("run") as shared:  # a directory of the user's own
         assert shared.directory == str(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchrunner.runner.leases import Leases
-from tests.conftest import batchrun, eventually, job_of, rows_in, started, write_job
+from tests.conftest import batchrun, eventually, job_of, rows_in, started, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.runs import status_of
 
@@ -80,6 +80,47 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path, server: FakeSGLang) -> 
     server.script = lambda _: "answer"
     assert batchrun(write_job(job, tmp_path), "--processes", 2).exit_code == 0
     assert rows_in(job) == list(range(2000))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": {"text": "Another {{ text }}"}}, "prompt.text"),
+        ({"input": {"path": "not-there.parquet"}}, "not-there.parquet"),
+    ],
+)
+def test_a_finished_run_does_not_hide_a_refusal(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    """A job that all processes refuse is not done, although the run at its path is."""
+    job = job_of(tmp_path, rows=20)
+    assert batchrun(write_job(job, tmp_path), "--processes", 2).exit_code == 0
+    result = batchrun(write_job(job | change, tmp_path), "--processes", 2)
+    assert result.exit_code == 2
+    assert message in result.stderr.splitlines()[-1]
+
+
+def test_failed_rows_are_no_failed_process(tmp_path: Path, server: FakeSGLang) -> None:
+    """Processes whose rows fail have done their rows: nobody takes them over."""
+    server.script = lambda _: "too long"
+    job = job_of(tmp_path, server, rows=300, limits={"abort_failed_share": 1.0})
+    result = batchrun(write_job(job, tmp_path), "--processes", 2)
+    assert result.exit_code == 3
+    assert "a process ended" not in result.stderr
+
+
+def test_a_file_that_appears_during_the_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """The run is not done: the next start does the rows of the new file."""
+    server.script = lambda _: "hold"
+    write_rows(tmp_path / "docs" / "0.parquet", 20)
+    job = job_of(tmp_path, server, input={"path": str(tmp_path / "docs")})
+    with started(write_job(job, tmp_path), "--processes", 1) as running:
+        eventually(lambda: server.sent)
+        write_rows(tmp_path / "docs" / "1.parquet", 5)
+        server.script = lambda _: "answer"
+        server.answer_held()
+        assert running.end() == 1
+    assert any("1.parquet appeared in the input" in line for line in running.lines)
+    assert batchrun(write_job(job, tmp_path), "--processes", 2).exit_code == 0
+    assert rows_in(job) == list(range(25))
 
 
 @pytest.mark.parametrize(

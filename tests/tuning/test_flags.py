@@ -4,10 +4,18 @@ from typing import Any
 
 import pytest
 
-from batchrunner.sglang.flags import Flags
+from batchrunner.sglang.flags import Flags, StatePool
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.tuning.flags import FLAGS, OF_DECODING, Server, next_setting, with_memory
+from batchrunner.tuning.flags import (
+    DECODING_SIGNS,
+    FLAGS,
+    STATE_STRATEGY,
+    Server,
+    next_setting,
+    with_companions,
+    with_memory,
+)
 from batchrunner.tuning.signals import FLAG_SIGNS
 
 
@@ -33,7 +41,7 @@ def test_a_server_must_have_what_a_flag_needs() -> None:
             assert sign in FLAG_SIGNS
             assert flag.fits(sign, on_cpu) == (flag.needs in {None, "a CPU"})
             embedding = Server(server().facts, decodes=False)
-            assert flag.fits(sign, embedding) == (flag.needs != "a CPU" and sign not in OF_DECODING)
+            assert flag.fits(sign, embedding) == (flag.needs != "a CPU" and sign not in DECODING_SIGNS)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +73,14 @@ def test_memory_that_a_step_takes_comes_from_the_pool() -> None:
     full = server(spare_gb=6.0)
     full.facts.weights_gb = 60.0
     assert with_memory("chunk-full", chunk, full, Flags()) == {}
+
+
+def test_companions_change_only_with_their_flag() -> None:
+    """If the installed SGLang lacks a strategy for the state pool, the pool is not sized for it either."""
+    hybrid = server(mamba_radix_cache_strategy="extra_buffer")
+    hybrid.facts.states = StatePool(slots=490, per_request=5, gb=24.0, kv_gb=26.7)
+    args = with_companions("states", STATE_STRATEGY, hybrid, Flags())
+    assert args.keys() == {STATE_STRATEGY, "mamba-full-memory-ratio"}
+    names = frozenset({STATE_STRATEGY, "mamba-full-memory-ratio"})
+    earlier = Flags("0.5.9", names, choices={STATE_STRATEGY: frozenset({"no_buffer", "extra_buffer"})})
+    assert with_companions("states", STATE_STRATEGY, hybrid, earlier) == {}

@@ -87,7 +87,7 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "killed on a CPU": (
         LogWriter().started(device="cpu", max_total_tokens=20000).decode(30)
         .say("Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup..."),
-        {"killed": "--max-total-tokens 225000, or more memory for it (the machine's, the container's or "
+        {"killed": "--max-total-tokens 225000, or more host memory (of the machine, the container, or "
          "Slurm's --mem), if `dmesg` says `oom-kill`"},
     ),
     "crashed": (
@@ -381,6 +381,13 @@ def test_a_small_pool_is_made_larger(
     """By places that are empty, memory that is free, and at most eight times at once."""
     found = named(log, config, ignore_eos=reserved, outputs=600, output_tokens=600 * 60)
     assert found.get("pool-small", {}).get("max-total-tokens") == pool
+
+
+def test_a_pool_of_unknown_size_gets_no_advice() -> None:
+    """A log of a server on a CPU that lacks the line with the pool's size still gets the other advice."""
+    log = LogWriter().started(device="cpu", max_running_requests=128)
+    log.lines.pop()
+    assert "pool-small" not in named(log.decode(30, r=32, u=0.95))
 
 
 SHORT = {"outputs": 600, "output_tokens": 24_000}

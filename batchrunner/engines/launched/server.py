@@ -156,9 +156,8 @@ class SGLangServer:
         self._is_recalled = bool(self.adapted)
         # Flags to which the server returns if it dies with tuned flags on trial; None if none are on trial.
         self._previous: Mapping[str, Any] | None = {} if self._is_recalled else None
-        # Whether restarts with other flags are forbidden, because the run is ending. A restart after a death
-        # is still allowed.
-        self._is_run_ending = False
+        # Whether the planned restart is cancelled, because a run is stopping.
+        self._is_restart_cancelled = False
 
         # The next attributes describe the last start.
 
@@ -258,7 +257,7 @@ class SGLangServer:
         self.up = False
         # From now on, flags of this run are on trial, not those of an earlier run.
         self._is_recalled = False
-        self._is_run_ending = False
+        self._is_restart_cancelled = False
         self._settled.clear()
         # `_watch` handles a planned restart like a hang, but first lets the rows end.
         self.report_hang(PLANNED)
@@ -267,9 +266,26 @@ class SGLangServer:
         """End the trial of the tuned flags: if the server dies from now on, it keeps them."""
         self._previous, self._is_recalled = None, False
 
-    def forbid_changes(self) -> None:
-        """Forbid restarts with other flags, and let no row wait for a restart, because the run is ending."""
-        self._is_run_ending = True
+    def cancel_restart(self) -> None:
+        """Cancel a planned restart, unless it has begun, and let the rows that wait for the server fail.
+
+        A run that is stopping calls this again and again, so that none of its rows waits for a restart. Rows
+        of other runs on the same servers are sent again later.
+        """
+        self._is_restart_cancelled = True
+        if not self._settled.is_set():
+            # This wakes the rows that wait now, and no later ones.
+            self._settled.set()
+            self._settled.clear()
+
+    def _keep_flags(self) -> None:
+        """Return to the flags with which the server runs, because the planned restart was cancelled."""
+        assert self._previous is not None
+        self.adapted, self._previous = dict(self._previous), None
+        why = "keeps its flags, because the run is stopping"
+        log.warning("%s %s", self.name, why)
+        self.incidents.append(Incident("back", self.name, why))
+        self.up = True
         self._settled.set()
 
     def _change_flags(self, args: Mapping[str, Any], why: str) -> None:
@@ -288,7 +304,7 @@ class SGLangServer:
         # The server is assumed to have work until the next poll.
         self.has_work = True
         deadline = time.monotonic() + self.start_s
-        while self.has_work and time.monotonic() < deadline and not self._is_run_ending:  # noqa: ASYNC110 - polls set it
+        while self.has_work and time.monotonic() < deadline and not self._is_restart_cancelled:  # noqa: ASYNC110 - polls set it
             await asyncio.sleep(TIMING.load_poll)
 
     def _choose_other_arguments(self) -> bool:
@@ -416,15 +432,14 @@ class SGLangServer:
     async def ready(self) -> None:
         """Wait until the server is up.
 
-        Raises EngineLostError if the server will never be up again. After a call of `forbid_changes`, the run
-        is ending, so rows do not wait: EngineDownError is raised at once if the server is not up.
+        Raises EngineLostError if the server will never be up again, and EngineDownError if a run is stopping
+        and the server is not up; see `cancel_restart`.
         """
-        if not self._is_run_ending:
-            await self._settled.wait()
+        await self._settled.wait()
         if self.lost is not None:
             raise self.lost
         if not self.up:
-            raise EngineDownError(f"{self.name} is not up, because the run is stopping")
+            raise EngineDownError(f"{self.name} is not up, because a run is stopping")
 
     def report_hang(self, hang: Hang) -> None:
         """Report that the server hangs, so that `watch` ends and restarts it."""
@@ -459,9 +474,8 @@ class SGLangServer:
             hang = await self._wait_for_end()
             if hang is PLANNED:
                 await self._drain()
-                # If the run is ending, a planned restart does not pay off: the server goes on as it is.
-                if self._is_run_ending:
-                    self.up = True
+                if self._is_restart_cancelled:
+                    self._keep_flags()
                     continue
             self.up = False
             self._settled.clear()

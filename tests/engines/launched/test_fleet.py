@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import (
-    EngineStartError,
-)
+from batchrunner.core.errors import EngineStartError
 from batchrunner.core.processes import STOP_SIGNALS
 from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
 from batchrunner.job.engine import ServerEngine
@@ -126,6 +124,22 @@ def test_several_tokenizers_have_no_key(
     assert batchrunner.run(job_of(tmp_path, {**engine, "args": args})).rows_ok == 10
     assert ("--api-key" in json.loads((tmp_path / "seen").read_text())) == has_key
     assert ("every user of this machine can send requests to it" in caplog.text) != has_key
+
+
+async def test_a_planned_restart_that_is_cancelled(tmp_path: Path) -> None:
+    """The server goes on with its flags, which are the ones that it names, and takes rows at once."""
+    engine = launchable(tmp_path, "from pathlib import Path\n" + ANSWERS, SEEN=str(tmp_path / "seen"))
+    fleet = LaunchedFleet(ServerEngine(**engine), log_dir=tmp_path, limits=LimitsSpec())
+    try:
+        await fleet.open()
+        (server,) = fleet.servers
+        server.adapt({"max-running-requests": 99}, "more requests")
+        server.cancel_restart()
+        await server.ready()
+        assert (server.up, server.adapted) == (True, {})
+        assert "99" not in json.loads((tmp_path / "seen").read_text())
+    finally:
+        await fleet.close()
 
 
 LAUNCHER = Path(batchrunner.__file__).parent / "engines" / "launched" / "launcher.py"
