@@ -201,6 +201,11 @@ class PromptSpec(Spec):
         """Whether prompts are chat messages. A Python function may also return other prompts."""
         return any(kind is not None for kind in (self.user, self.messages, self.python, self.rollout))
 
+    @property
+    def comes_from_function(self) -> bool:
+        """Whether a Python function makes the prompts, so that their kind is known row by row."""
+        return self.python is not None or self.rollout is not None
+
     @field_validator("tools")
     @classmethod
     def _are_tools(cls, value: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]] | None:

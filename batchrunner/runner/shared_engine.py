@@ -96,10 +96,7 @@ class SharedEngine:
                     f"prompt.{name}: {self.info.model} does not accept {kind.field}",
                     hint="use a model that accepts them; if its encoder is off, add --enable-multimodal",
                 )
-        is_chat = job.prompt.is_chat
-        info = self.info
-        unsupported = {**info.unsupported}
-        unsupported |= info.unsupported_in_chats if is_chat else info.unsupported_elsewhere
+        unsupported = self._unsupported_for(job)
         sampling = job.sampling.model_dump(exclude_defaults=True)
         features = {
             *job.output.columns,
@@ -108,7 +105,7 @@ class SharedEngine:
         }
         for feature in sorted(features & unsupported.keys()):
             raise EngineStartError(f"{feature}: the engine does not support this: {unsupported[feature]}")
-        if is_chat:
+        if job.prompt.is_chat and not job.prompt.comes_from_function:
             self._check_chat_limits(job)
         if job.sampling.max_thinking_tokens is not None and self.info.no_thinking_budget is not None:
             raise EngineStartError(
@@ -118,6 +115,16 @@ class SharedEngine:
             )
         for note in self.info.notes:
             log.info("%s", note)
+
+    def _unsupported_for(self, job: Job) -> dict[str, str]:
+        """Return the parts of a job that the engine cannot do for its prompts, and why."""
+        info = self.info
+        in_chats, elsewhere = info.unsupported_in_chats, info.unsupported_elsewhere
+        if job.prompt.comes_from_function:
+            # The function may return prompts of both kinds. Each row is checked when it is sent.
+            in_both = {part: elsewhere[part] for part in in_chats if part in elsewhere}
+            return {**info.unsupported, **in_both}
+        return {**info.unsupported, **(in_chats if job.prompt.is_chat else elsewhere)}
 
     def _check_chat_limits(self, job: Job) -> None:
         """Raise EngineStartError for a value that the engine refuses in chats."""

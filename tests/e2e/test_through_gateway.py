@@ -191,6 +191,19 @@ def test_chats_of_a_gateway_that_reads_requests(tmp_path: Path, workers: Workers
 
 
 @pytest.mark.parametrize("workers", ["reading"], indirect=True)
+def test_limits_of_chats_are_none_for_texts(tmp_path: Path, workers: Workers) -> None:
+    """Texts may have more completions than chats, also if a function makes them."""
+    sampling = {"n": 16, "stop": list("vwxyz")}
+    prompts: list[dict[str, Any]] = [{"text": "text"}, {"python": lambda row: str(row["text"])}]
+    for number, prompt in enumerate(prompts):
+        output = {"path": str(tmp_path / str(number))}
+        job = job_of(tmp_path, through(workers[0]), rows=3, prompt=prompt, sampling=sampling, output=output)
+        report = batchrunner.run(job)
+        assert (report.exit_code, report.rows_ok) == (0, 3)
+        assert {len(row["output"]) for row in results_of(job)} == {16}
+
+
+@pytest.mark.parametrize("workers", ["reading"], indirect=True)
 def test_a_function_that_sets_what_the_gateway_drops(tmp_path: Path, workers: Workers) -> None:
     """Only the row fails, and is not sent, because the job itself does not have the parameter."""
     gateway, *servers = workers
