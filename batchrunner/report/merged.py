@@ -1,6 +1,6 @@
 """`batchrun merge`: merges the results of a run, and reports on the whole run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,11 @@ class MergedRun:
 
     def lines(self) -> list[str]:
         """Return the lines that `batchrun merge` prints."""
-        # The last line of the report names the directory of unmerged results.
-        lines = self.report.lines()[:-1]
         missing = self.report.rows_total - self.rows
+        # The last line below says what to do about missing rows: workers may still be running.
+        report = replace(self.report, next_step="") if missing > 0 else self.report
+        # The last line of the report names the directory of unmerged results.
+        lines = report.lines()[:-1]
         if missing > 0:
             lines.append(
                 f"merged: {self.rows:,} of {self.report.rows_total:,} rows, {missing:,} are missing: wait "

@@ -19,8 +19,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.types import CHECK, PARSE, Request, rows_of_column
-from batchrunner.input.dataset import DatasetReader
-from batchrunner.input.parquet_copy import in_chunks
+from batchrunner.input.dataset import BATCH_BYTES, DatasetReader
 from batchrunner.input.prompt_bytes import RequestDigests, is_repeatable, prompt_bytes
 from batchrunner.input.sorted_copy import COPY_PREFIX, allow_memory_to_sort, connect, insert
 from batchrunner.job.answers import judges_by_row
@@ -179,7 +178,7 @@ class Reuse:
             stack.callback(shutil.rmtree, work, ignore_errors=True)
             database = stack.enter_context(connect(work))
             all_tables = self._answers(database, selected, missing, chunk_rows)
-            for tables in in_chunks(all_tables, part_rows // chunk_rows, lambda table: table.nbytes):
+            for tables in _tables_of_parts(all_tables, part_rows):
                 if not reused:
                     before_first()
                     lock.verify()
@@ -326,6 +325,24 @@ class Reuse:
                     # Equal requests share an answer only if it is deterministic and the job allows it.
                     shares = is_repeatable(item) and self._prepared.dedupes
                     yield digests_of_batch[position], row, shares, row in missing
+
+
+def _tables_of_parts(tables: Iterator[pa.Table], part_rows: int) -> Iterator[list[pa.Table]]:
+    """Yield the tables of each part file: at most `part_rows` rows, and about BATCH_BYTES.
+
+    A table has at most `part_rows` rows, and often far fewer, because the input is read in small batches.
+    """
+    part: list[pa.Table] = []
+    rows = size = 0
+    for table in tables:
+        if part and (rows + table.num_rows > part_rows or size > BATCH_BYTES):
+            yield part
+            part, rows, size = [], 0, 0
+        part.append(table)
+        rows += table.num_rows
+        size += table.nbytes
+    if part:
+        yield part
 
 
 def _counts_of(table: pa.Table) -> TableCounts:

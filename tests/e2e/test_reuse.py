@@ -270,6 +270,20 @@ def test_all_that_an_answer_has(tmp_path: Path, server: FakeSGLang, changes: dic
     assert one.drop_columns(apart).equals(other.drop_columns(apart))
 
 
+def test_few_parts_of_many_answers(tmp_path: Path, server: FakeSGLang) -> None:
+    """Reused answers fill their parts, however small the row groups are in which the input is read."""
+    old = job_of(tmp_path, server)
+    for first in range(0, 900, 90):
+        write_rows(tmp_path / "docs" / f"{first:03}.parquet", 90, first)
+    old["input"]["path"] = str(tmp_path / "docs")
+    batchrunner.run(old)
+    new = old | {"output": {"path": str(tmp_path / "new"), "reuse": str(tmp_path / "run"), "part_rows": 400}}
+    assert batchrunner.run(new).rows_reused == 900
+    parts = sorted((tmp_path / "new" / "parts").iterdir())
+    assert len(parts) <= 4
+    assert max(pq.read_metadata(part).num_rows for part in parts) <= 400
+
+
 def test_a_stop_in_between(tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was taken by then is kept; the next start takes the rest, and each row has its answer once."""
     old, new = both(tmp_path, server, sampling={"temperature": 1})
