@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from batchrunner.serve.api_errors import ApiError, invalid
 from batchrunner.serve.owners import Owner, Owners
-from batchrunner.serve.state import BATCHES, Record, State, now
+from batchrunner.serve.state import BATCHES, FILES, Record, State, now
 
 OWNER_OF_CALL: web.RequestKey[Owner] = web.RequestKey("owner", Owner)
 """Key under which a request stores the owner of its API key."""
@@ -35,6 +35,7 @@ class Records:
     def __init__(self, state: State, owners: Owners, model: str) -> None:
         """Look up records in `state`. `model` is the name of the engine's model."""
         self._owners = owners
+        self._state = state
         model_record = {"id": model, "object": "model", "created": now(), "owned_by": "batchrunner"}
         self._records: dict[str, dict[str, Record]] = {**state.records, MODELS: {model: model_record}}
 
@@ -60,12 +61,10 @@ class Records:
         kind, owner = request.match_info["kind"], request[OWNER_OF_CALL]
         page = Page.model_validate({"limit": DEFAULT_PAGE.get(kind, LARGEST_PAGE), **request.query})
         visible = [name for name in self._records[kind] if self.find(kind, name, owner)]
+        if page.after:
+            visible = self._beyond(page.after, visible, kind, owner, newer=page.order == "asc")
         if page.order == "desc":
             visible.reverse()
-        if page.after:
-            if page.after not in visible:
-                raise invalid("after", "no such ID")
-            visible = visible[visible.index(page.after) + 1 :]
         records: list[dict[str, Any]] = [self._records[kind][name] for name in visible]
         matching = [record for record in records if page.purpose in {None, record.get("purpose")}]
         data = [owner.view(record) for record in matching[: page.limit]]
@@ -78,3 +77,18 @@ class Records:
             "last_id": data[-1]["id"] if data else None,
             "has_more": len(data) < len(matching),
         }
+
+    def _beyond(self, name: str, names: list[str], kind: str, owner: Owner, *, newer: bool) -> list[str]:
+        """Return those of `names`, IDs by age, that are newer than `name`, or else those that are older.
+
+        `name` may be a file that was deleted after a client had read its page. Raises ApiError if the owner
+        has no such file or batch, and had none lately.
+        """
+        if name in names:
+            index = names.index(name)
+            return names[index + 1 :] if newer else names[:index]
+        deleted = self._state.deleted_files.get(name) if kind == FILES else None
+        if deleted is None or not owner.may_see(deleted):
+            raise invalid("after", "no such ID")
+        places = self._state.places
+        return [other for other in names if (places[other] > places[name]) == newer]

@@ -20,6 +20,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,6 +38,8 @@ _SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*
 """Matches the names that the server gives to its files, runs and temporary files. Nothing else in the
 directory is touched."""
 FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
+MOST_DELETED = 10_000
+"""Number of deleted files after which a list can still go on."""
 
 
 def now() -> int:
@@ -70,6 +73,12 @@ class State:
         # IDs sort by age, but a file of results has the ID of its batch, which is older than the file.
         by_age = sorted(self.records[FILES].values(), key=self._age_of_file)
         self.records[FILES] = {file["id"]: file for file in by_age}
+        self._new_place = count()
+        self.places = {name: next(self._new_place) for kind in self.records.values() for name in kind}
+        """Place of each file and batch in the order of creation, by ID, also of those in `deleted_files`."""
+        self.deleted_files: dict[str, Record] = {}
+        """The last files that were deleted, by ID. A client that deletes the files of a page asks for the
+        next page by the ID of a deleted file."""
         # The run of a finished batch is not needed. Content without a record is incomplete.
         used_names = {*self.records[FILES], *(batch["id"] for batch in self.unfinished_batches())}
         for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
@@ -150,6 +159,8 @@ class State:
         await asyncio.to_thread(write_json, path, {**record, **changes})
         record.update(changes)
         self.records[kind][name] = record
+        if name not in self.places:
+            self.places[name] = next(self._new_place)
         # The page notices by this counter that a batch has changed.
         self.changes[record.get(OWNER, "")] += kind == BATCHES
         log.info("%s: %s", name, record["status"])
@@ -189,7 +200,15 @@ class State:
                 file = self.records[FILES].pop(name, None)
                 if file is not None:
                     self.stored_bytes[file.get(OWNER, "")] -= file["bytes"]
+                    self._remember_deleted(file)
         return not is_used
+
+    def _remember_deleted(self, file: Record) -> None:
+        """Keep the record of a file that was deleted, and forget the one that was deleted long ago."""
+        self.deleted_files[file["id"]] = file
+        if len(self.deleted_files) > MOST_DELETED:
+            oldest = next(iter(self.deleted_files))
+            del self.deleted_files[oldest], self.places[oldest]
 
     def _unlink(self, name: str) -> None:
         """Delete a file's record durably, then its content."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import httpx
 import openai
@@ -425,6 +425,20 @@ def test_files_are_listed_by_age(tmp_path: Path) -> None:
             assert [file.id for file in server.client.files.list(order="asc")] == by_age
             server.kill()
             server.start()
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_files_are_deleted_page_by_page(tmp_path: Path, order: Literal["asc", "desc"]) -> None:
+    """A client deletes each file as it reads a list, so it goes on after a file that is no more."""
+    with serving(tmp_path / "state", *FAST) as server:
+        names = [server.upload(requests_of(1)) for _ in range(5)]
+        deleted = []
+        for file in server.client.files.list(limit=2, order=order):
+            server.client.files.delete(file.id)
+            deleted.append(file.id)
+        assert deleted == (names if order == "asc" else names[::-1])
+        with pytest.raises(openai.BadRequestError, match="no such ID"):
+            server.client.files.list(after="file-none")
 
 
 def test_a_file_is_deleted_as_a_batch_begins(tmp_path: Path) -> None:
