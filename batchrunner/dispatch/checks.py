@@ -110,7 +110,7 @@ class AnswerChecker:
         """
         history = row.answers = row.answers or AnswerHistory(row.request)
 
-        # The job's conditions are checked first, and then its Python function.
+        # The job's Python function gets only answers that meet all other conditions of the job.
         if self._thread is None:
             answer, complaint = self._conditions.check(row.request, completion)
         else:

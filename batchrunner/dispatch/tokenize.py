@@ -274,7 +274,10 @@ class RowTokenizer:
         return items
 
     async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenize requests as the job's task needs it. Their media files are ready."""
+        """Tokenize prompts, and also the labels or choices if the job's task has any.
+
+        The media files of the requests must already be prepared.
+        """
         # The engine tokenizes the query and the document together, as a pair.
         if isinstance(self._task, RerankTask):
             return [*requests]

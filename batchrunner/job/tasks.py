@@ -451,7 +451,7 @@ def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
 
 EMBEDDING = "embedding"
 MODEL = "default"
-"""Model name in a request that SGLang accepts whatever model it serves."""
+"""Model name in embedding requests. SGLang accepts this name for any model that it serves."""
 Dtype: TypeAlias = Literal["float32", "float16"]
 """Type of a vector's numbers in the results."""
 NUMBER_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2}

@@ -180,7 +180,8 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
             schema = schema or tables[0].schema
         lock.verify()
         path.unlink(missing_ok=True)
-    # In an object store, journals of even earlier processes may be left. Their rows were computed again.
+    # For a run in an object store, `journals` omits the journals of all processes before the last one. These
+    # files are outdated, because a later process has continued the run without their rows.
     for outdated in run_dir.task_directory.glob("journal-*"):
         lock.verify()
         outdated.unlink(missing_ok=True)

@@ -311,7 +311,7 @@ class ObjectStore(Store):
         self._delete([name for name in matching if not name.endswith(f"/{OWNER}")])
 
     def discard_copy(self, task: str) -> None:
-        """Delete the working copy of a worker; ignore errors."""
+        """Delete the working copy of the run that a worker keeps on this machine; ignore errors."""
         shutil.rmtree(self._copies / task, ignore_errors=True)
         with contextlib.suppress(OSError):  # The directory may still have working copies of other workers.
             self._copies.rmdir()

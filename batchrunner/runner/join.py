@@ -212,9 +212,9 @@ class LeasedRows(TaskRows):
         return None
 
     def _look_for_lease(self) -> tuple[Lease | None, bool]:
-        """Try to take a lease, if need be from a dead worker.
+        """Try to take a free lease; if there is none, take over the leases of dead workers first.
 
-        Also return whether no lease will become free.
+        Return the lease or None, and whether to stop looking, because no lease will become free any more.
         """
         self._refresh_if_old()
         if self._has_its_share():  # leave the free leases to other workers for now

@@ -871,7 +871,8 @@ class ThroughGateway(HttpEngine):
             return False
         for endpoint in self.serving:
             if not endpoint.is_listed:
-                # Another worker now gets the rows with the key of a worker that has left.
+                # The gateway no longer uses this worker, so it is right that another worker answers the rows
+                # with its routing key.
                 continue
             for sender in endpoint.senders.values():
                 assert isinstance(sender, GatewaySender)

@@ -300,7 +300,7 @@ def stopped_at_repetition(event: Event, request: Request) -> Event | None:
     repetition = repetitions.find_repetition(event.text)
     if repetition is None:
         return None
-    # The prompt is compared with the answer, as texts or as token ids.
+    # The search for the repetition in the prompt needs the answer in the prompt's form: a text, or token ids.
     output: str | list[int] = event.text
     if request.kind == "input_ids":
         output = (_read_ids.decode(event.output_ids) if event.output_ids else None) or []

@@ -152,7 +152,7 @@ so many."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_NUMBER)]
 """A number of tokens in the reply of a server."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=LARGEST_NUMBER)]
-"""Any other number in a reply of a server."""
+"""A number in the reply of a server that counts neither requests nor tokens, such as a time."""
 
 
 class _Queues(msgspec.Struct):
