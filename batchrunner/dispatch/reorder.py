@@ -460,7 +460,8 @@ class FollowerRelease:
     def _move_to_due(self) -> None:
         """Move held rows that may be sent now to `_due`.
 
-        A row may be sent once enough prefill tokens (the reuse distance) were sent after its leader.
+        A row may be sent once enough prefill tokens (the reuse distance) were sent after its leader. Without
+        a reuse distance, no row is held.
         """
         while self._held and self._distance is not None:
             # `_held` is a heap. Its first row has the leader that was sent first.

@@ -169,7 +169,7 @@ class Report:
                 "or set on_length: longer"
             )
         lines += cause_lines(self.failures, "failed")
-        if self.wall_s:
+        if self.wall_s:  # 0 if this start had nothing to send: then there is nothing new to show
             run = shlex.quote(self.path)
             advice = "" if self.simulated else f", batchrun advise {run} judges SGLang's flags"
             lines.append(f"batchrun report {run} shows the run{advice}")

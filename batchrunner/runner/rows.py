@@ -126,16 +126,18 @@ class TaskRows(ABC):
 
         Raises InputLostError or InputChangedError.
         """
-        if lease.copy != self._read_copy:
+        if lease.copy != self._read_copy:  # the open reader reads another file than this lease needs
             self._close()
         self._read_copy = lease.copy
-        # Opening is not repeated after an error: a deleted sorted copy does not come back.
+        # The first opening is outside the loop, which repeats what fails: a deleted sorted copy does not
+        # come back.
         self._reader = self._reader or self._open()
         unread = lease.rows.copy()
         batches: Iterator[RowBatch] | None = None
         pauses_s = iter(TIMING.read_retries)
         while not self._stopped.is_set():
             try:
+                # After an error, the file is opened again, and read from the first row not yet yielded.
                 self._reader = self._reader or self._open()
                 batches = batches or self._reader.read(unread.copy(), lease.positions)
                 batch = next(batches, None)

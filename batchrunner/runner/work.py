@@ -135,7 +135,10 @@ class WorkFinder:
         )
 
     def _find_shared(self) -> Work:
-        """Find the rows of one worker of a shared run: wait for its first part of the rows, and take it."""
+        """Find the rows of one worker of a shared run: wait for its first part of the rows, and take it.
+
+        If other workers hold all unfinished rows, the result has no row to send.
+        """
         from batchrunner.runner.join import join  # noqa: PLC0415 - only where workers share a run
 
         counts = RowCounts()
@@ -150,8 +153,9 @@ class WorkFinder:
         )
         if rows.take_first(self.control.sleep):
             return Work(rows=rows, rows_of_run=rows_of_run, order=order, counts=counts)
-        # The rows of other workers are counted first, because these workers may finish rows in between. A row
-        # may then count twice, but none is missing.
+        # This worker gets no row, so it only reports the rows of others and those that are done. The rows of
+        # others are counted first, because they may finish rows in between. A row may then count twice, but
+        # none is missing.
         rows_of_others, _ = rows.held_elsewhere()
         return Work(
             rows=FixedRows(self.prepared, BitMap64(), total=rows_of_run),

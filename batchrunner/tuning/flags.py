@@ -361,7 +361,9 @@ def _higher_fraction(server: Server) -> list[float]:
     spare_after_step_gb = spare_gb - FRACTION_STEP * card_gb
     if spare_after_step_gb < server.band.low / 2:
         return []
+    # With less free memory, `_good_fraction` may lower the flag, or take a step up that is too long.
     advised = _good_fraction(server) if spare_gb > server.band.high else []
+    # Both values may be the same.
     fractions = dict.fromkeys([*advised, round(present + FRACTION_STEP, 3)])
     return [fraction for fraction in fractions if fraction < 1]
 
@@ -713,6 +715,7 @@ def _adaptive_speculation(server: Server) -> list[bool]:
 def _other_layouts(server: Server) -> list[int]:
     """Return half and twice the number of GPUs per replica, if weights, heads and idle GPUs allow it."""
     facts = server.facts
+    # With DP attention, the heads are not divided among all GPUs, so the checks below do not hold.
     if facts.attn_dp != 1:
         return []
     sizes: list[int] = []

@@ -203,12 +203,14 @@ class BackgroundController(Controller):
         stuck = min(reading.queue, self._last_queue)
         has_started = reading.running > self._last_running
         self._last_queue, self._last_running = reading.queue, reading.running
-        # Raise the limit little by little, until requests are stuck again.
+        # `_admits` also limits the window (see `_allowed_by_pool`). It grows little by little, until requests
+        # are stuck again.
         self._admits *= 2 ** (gap_s / TRUST_S)
         # Up to `ahead` waiting requests may just wait for the next pass, so they are not stuck. A task
         # without decoding (token usage 0) cannot be stuck: its rows use no KV pool.
         if has_started or stuck <= ahead or reading.running >= IN_USE * slots or not reading.usage:
             return None
+        # The server accepts no more requests than it runs now.
         self._admits = reading.running
         return max(0, reading.in_flight - stuck)
 

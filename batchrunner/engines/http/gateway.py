@@ -451,6 +451,7 @@ class ThroughGateway(HttpEngine):
                 f"task: {self._task} needs requests that the gateway {self.url} does not pass on",
                 hint="set engine.route: workers, or list the workers as engine.urls",
             )
+        # The time before the request, because a worker may change while the list is on its way.
         asked_at = time.monotonic()
         listed = await _workers_at_start(self._gateway_questions)
         workers = workers_of_model(listed, model=self._model_of_job, gateway_url=self.url)
@@ -476,10 +477,13 @@ class ThroughGateway(HttpEngine):
         self._is_disaggregated = any(worker.is_decode for worker in workers)
         self._speaks_grpc = any(worker.is_grpc for worker in workers)
         await self._open_routes(workers, server_info)
+        # A gateway that translates requests to gRPC, or reads them to choose a worker, loses some sampling
+        # parameters. With prefill and decode workers it always reads them.
         if self._speaks_grpc:
             self._lost = LOST_BY_GRPC
         elif self._is_disaggregated or not await self._passes_on_unread():
             self._lost = LOST_BY_READING
+        # Such workers take only one row in a request.
         why_one_by_one = next(
             (f"{worker.url} {worker.why_gateway_only}" for worker in workers if worker.why_gateway_only), None
         )

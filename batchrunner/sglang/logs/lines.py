@@ -285,9 +285,11 @@ def _record(line: str) -> Record | None:
         return None
     if " batch" in line and (record := _batch(line)):
         return record
-    # "etract" finds both "Retract" and "retract".
+    # "etract" finds both "Retract" and "retract". A line with "#running-req" is about a batch, even if
+    # it is damaged, and no retraction.
     if "etract" in line and _RETRACTED.search(line) and "#running-req" not in line:
         return Retraction(_count(_GAINED, line))
+    # A line with the server's arguments may name the same limits; `_rare` reads it.
     if "max_total_num_tokens=" in line and "server_args=" not in line:
         return _ready(line)
     if "max_running_requests " in line and (match := _RUNNING_CAPPED.search(line)):
