@@ -146,8 +146,10 @@ def lost_output() -> str | None:
 
     Output to a closed pipe counts as complete: its reader (`head`, for example) needs no more.
     """
+    # A StandardStream records a failed write or flush instead of raising it.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    # A stream with which a test has replaced standard output records no failure.
     failure = sys.stdout.failure if isinstance(sys.stdout, StandardStream) else None
     if failure is None or failure.errno == errno.EPIPE:
         return None

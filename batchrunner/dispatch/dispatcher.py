@@ -333,6 +333,8 @@ class Dispatcher:
         try:
             await self._sender_of(route).send(control_for(record, row.request), alone=True)
         except RequestError as failure:
+            # Without a body, no reply has refused the control, so the error does not show that the server
+            # works. EngineBusyError means that the server refused the control for now, like the row.
             if failure.body is None or isinstance(failure, EngineBusyError):
                 record.record_refusal()
                 return

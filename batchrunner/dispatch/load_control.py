@@ -71,11 +71,12 @@ class LoadControl:
         in_flight = Counter[Account]()
         for other in self._runs:
             in_flight[_account_of(other)] += other.routes.in_flight
-        # An account groups the runs of one owner. One that had no run starts level with the accounts that
-        # send rows.
+        # An account groups the runs of one owner. If this is its only run, the account begins at the lowest
+        # virtual time of the others (see sharing.py), so that it has no advantage over them.
         if in_flight and _account_of(run) not in in_flight:
             _account_of(run).begin_beside(in_flight)
         bisect.insort(self._runs, run, key=lambda run: run.rank)
+        # The limits have not changed, but more runs share them.
         self._apply(())
 
     def leave(self, run: SendingRun) -> None:

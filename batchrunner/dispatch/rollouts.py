@@ -530,15 +530,18 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         problem = "n: must be 1; for several answers, await several calls with asyncio.gather"
     if problem is not None:
         raise RowRefusedError(f"generate: {problem}")
-    # Only parameters that the call itself sets replace those of the job.
+    # Only parameters that the call itself sets replace those of the job. The adapter and `tool_choice` are
+    # not sampling parameters: the request has its own fields for them, which are set below.
     parameters = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(parameters.get("json_schema"), dict):
+        # SGLang expects the schema as text.
         parameters["json_schema"] = json.dumps(parameters["json_schema"])
     job_parameters = dict(base.sampling)
     if parameters.keys() & {*GRAMMARS}:  # a request has one grammar, and the call's replaces the job's
         for grammar in GRAMMARS:
             job_parameters.pop(grammar, None)
     job_tools = base.tools or Tools(None)
+    # Each call may have other tools (`by_row`), so they count as a part of the prompt (`prompt_bytes`).
     tools_of_call = Tools(tools or job_tools.tools, spec.tool_choice or job_tools.choice, by_row=True)
     # Additional result columns that the request asks the server for. Only the chat endpoint returns some.
     asks = base.asks

@@ -170,6 +170,7 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
 
     config = read_config(spec.model)
     check_architecture(task, config.get("architectures"), subject=f"engine.model: {spec.model}")
+    # A task that needs a generative model must not get `--is-embedding`, one of the pooling arguments.
     pooling = {} if forward_task.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
     env = MEAN_POOLING | spec.env if takes_mean(spec.model) else spec.env
     return spec.model_copy(update={"args": pooling | spec.args, "env": env})

@@ -219,11 +219,14 @@ def _extrapolated_gain(gains: Sequence[int], sampled: int, rows: int) -> float:
 def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[float, float]:
     """Return the fractions of all rows that equal an earlier row, in input order and sorted.
 
-    `keys` has the keys of the sampled rows by stretch; rows are equal if their keys are equal. `rows` is the
-    number of all rows. If the sample is smaller than the input, the second fraction is extrapolated. Rows
-    whose key occurs three times or more in the sample are assumed to equal an earlier row. Let p be the
-    fraction of the other sampled rows whose key occurs twice. A row then has about x = p·rows/sampled equal
-    rows in the input, and at least one of them precedes the row with probability x / (1 + x).
+    `keys` has a list of keys for each stretch (consecutive rows in the sample); rows are equal if their keys
+    are equal. `rows` is the number of all rows. In input order, only earlier rows of the same stretch count.
+    Sorted, all earlier rows count.
+
+    If the sample is smaller than the input, the second fraction is extrapolated. Rows whose key occurs three
+    times or more in the sample are assumed to equal an earlier row. Let p be the fraction of the other
+    sampled rows whose key occurs twice. A row then has about x = p·rows/sampled equal rows in the input, and
+    at least one of them precedes the row with probability x / (1 + x).
     """
     counts = Counter(chain.from_iterable(keys))
     sampled = counts.total()
@@ -238,6 +241,7 @@ def equal_fractions(keys: Sequence[Sequence[Hashable]], rows: int) -> tuple[floa
     rows_with_frequent_key = sum(count for count in counts.values() if count > 2)  # noqa: PLR2004
     rows_with_key_twice = sum(count for count in counts.values() if count == 2)  # noqa: PLR2004
     other_rows = sampled - rows_with_frequent_key
+    # `equal_rows` is x of the docstring. It stays 0 if so few rows have a partner that this may be chance.
     equal_rows = 0.0
     if rows_with_key_twice >= FEWEST_ALIKE:
         equal_rows = rows_with_key_twice / other_rows * rows / sampled

@@ -461,12 +461,14 @@ def find_sorted_copy(
             continue
         with closing(copy):
             try:
-                # An empty model is not compared.
+                # The fingerprint has an empty model, so models are not compared: the order does not
+                # depend on them.
                 check_same_run(copy.about["fingerprint"], _fingerprint(job_input), directory)
             except ResumeError:
                 # The copy belongs to another job.
                 continue
             copy_order = copy.about["order"]
+            # Without rows to send, no copy is used, as in `prepare_order`.
             if rows and copy_order == wanted_order and not rows - copy.rows(copy.positions):
                 return path, OrderDecision(copy_order, "sorted by an earlier start of the run")
     return None

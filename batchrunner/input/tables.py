@@ -140,13 +140,15 @@ def _results_of_query(query: Any) -> Any:
 def as_rows(data: Any) -> Iterator[Any]:
     """Return an iterator over data that are not a table, row by row.
 
-    Raises InputError if they have no rows.
+    The data are no single text either: `paths_of` has read that as a path. Raises InputError if the data are
+    not a collection of rows.
     """
     if hasattr(data, "__arrow_c_stream__"):
         # The rows are the values of a single column.
         return chain.from_iterable(chunk.to_pylist() for chunk in pa.chunked_array(data).chunks)
     if hasattr(data, "__arrow_c_array__"):
         return iter(pa.array(data).to_pylist())
+    # Iterating over bytes or a single mapping would yield numbers or keys, not rows.
     if not isinstance(data, Iterable) or isinstance(data, (bytes, Mapping)):
         raise InputError(f"{_EXPECTED} (got {type(data).__name__})")
     return iter(data)

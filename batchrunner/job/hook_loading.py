@@ -193,8 +193,8 @@ def _accepts(signature: inspect.Signature, *args: str) -> bool:
 def annotations_for(function: Any, where: str) -> Annotations:
     """Return the annotations of a function that matter for the job field `where`.
 
-    Raises HookLoadError if `parse` declares no columns, or if a function declares a type that no column can
-    have.
+    Raises HookLoadError if `parse` declares no columns, or if `parse` or a rollout function declares a type
+    that no column can have.
     """
     if where not in {PROMPT, PARSE, ROLLOUT}:
         return Annotations()
@@ -203,7 +203,8 @@ def annotations_for(function: Any, where: str) -> Annotations:
     except ValueError as failure:
         if where != PROMPT:
             raise HookLoadError(str(failure)) from None
-        return Annotations()  # `prompt.python` need not have annotations.
+        # `prompt.python` need not have annotations, so those that cannot be read are ignored.
+        return Annotations()
     if where == PARSE and not annotations.columns:
         raise HookLoadError(
             "does not declare the columns that it returns: annotate the result with a TypedDict, a "

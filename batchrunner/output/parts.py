@@ -172,7 +172,8 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     lock.verify()
     for torn_part in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn_part.unlink(missing_ok=True)
-    # `verify` comes before each deletion, because another process may have taken the lock meanwhile.
+    # From here on, `verify` comes before each deletion, because another process may have taken the lock since
+    # the last one.
     for path in run_dir.journals(predecessor.token if predecessor else None):
         if tables := list(read_journal(path)):
             make_directory(run_dir.parts)

@@ -240,15 +240,18 @@ class FileTaskLock(TaskLock):
             raise
 
     def _replace(self, dead_owner: bytes) -> bool:
-        """Remove a dead holder's `owner` by a rename, which succeeds for one process only; return False.
+        """Remove a dead holder's `owner` by a rename, which succeeds for one process only.
 
-        Processes then compete to create `owner` again. A slow process may rename the `owner` of a new holder
-        by mistake. It notices this by the file's content, and restores the file.
+        The result is always False, because this process does not hold the lock yet: processes then compete to
+        create `owner` again. A slow process may rename the `owner` of a new holder by mistake. It notices
+        this by the file's content, and restores the file.
         """
         aside = self._owner.with_name(f"{OWNER}-{self.token}")
         with contextlib.suppress(FileNotFoundError):
             self._owner.rename(aside)
             if read_bytes(aside) != dead_owner:
+                # If a third process has created `owner` meanwhile, it holds the lock now. The holder whose
+                # file was renamed notices this at its next `verify`.
                 with contextlib.suppress(FileExistsError):
                     os.link(aside, self._owner)
             aside.unlink()

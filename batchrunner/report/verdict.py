@@ -96,7 +96,8 @@ def verdict_of(end: RunEnd) -> RunVerdict:
         end.rows_failed, rows_total=end.rows_total, max_failed_rows=end.max_failed_rows
     ):
         return RunVerdict(EXIT_FAILED_ROWS, f"done, but {failed_rows}")
-    # `rows_held` are rows that other running workers do.
+    # Other running workers do the rows in `rows_held`, so this start is done in any case. If it had no rows
+    # to send from the beginning, the reason tells the user why.
     return NOTHING_FREE if end.was_empty and end.rows_held else DONE
 
 

@@ -76,13 +76,15 @@ class CorpusFeeder:
         """Prepare to give the servers of `engine` answers from the run in `run_dir`; `take` gives them."""
         self._engine, self._run_dir = engine, run_dir
         self._servers: dict[str, ServerCorpus] = {}
+        """State of each server that can get a corpus, by its URL."""
         self._next_look = 0.0
         """Time before which no server is looked at, in seconds of the monotonic clock."""
         self._prefix = f"batchrunner-{secrets.token_hex(4)}-"
         """Beginning of the names of this run's corpora."""
         self._names = itertools.count()
         self._judged_tokens, self._is_worth_it = 0, False
-        """Size, in tokens, of the answers in the last replay, and whether it promised a gain."""
+        """Result of the last replay, a simulation of n-gram speculation on the run's answers: the size of
+        these answers in tokens (0 before the first replay), and whether a corpus would be worth loading."""
 
     async def take(self, sample: RunSample, now: float) -> None:
         """Load or replace the servers' corpora where needed, unless this was done shortly before `now`.

@@ -266,7 +266,8 @@ class Leases:
         if turn:
             name = lease_name(number, turn - 1)
             # Two workers may have ended this lease: one that was believed dead but woke up, and the one that
-            # took over from it. If either of them found no remaining rows, all rows are done.
+            # took over from it. If either of them found no remaining rows (`.end`), all rows are done, and
+            # the `.left` of the other no longer counts.
             is_done = f"{name}{END}" in self._names or f"{name}{LEFT}" not in self._names
             return BitMap64() if is_done else rows_from_text(self._read(f"{name}{LEFT}")["left"])
         plan, positions = self._places[number]
@@ -290,13 +291,15 @@ class Leases:
         self._changed.add(number)
 
     def _update_free(self) -> None:
-        """Count the remaining rows of the leases that have changed. Raises OSError."""
+        """Update the entries in `_free` of the leases that have changed. Raises OSError."""
         while self._changed:
             number = next(iter(self._changed))
+            # A lease is free if nobody has taken it (`_UNTAKEN` counts as ended), or if its last holder has
+            # ended it and rows remain.
             _, has_ended = self._turns.get(number, _UNTAKEN)
-            rows = self._count(number) if has_ended else 0
-            if rows:
-                self._free[number] = rows
+            remaining_rows = self._count(number) if has_ended else 0
+            if remaining_rows:
+                self._free[number] = remaining_rows
             else:
                 self._free.pop(number, None)
             # The lease leaves the set only now, because the count above may fail.

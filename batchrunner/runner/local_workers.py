@@ -158,13 +158,14 @@ class LocalWorkers:
 
     def _pass_on_signals(self) -> None:
         """Tell the processes to stop gently or at once, as this process was told."""
+        # One signal asks for a gentle stop, two for a stop at once (see `_signals_sent`).
         signals = 2 if self._control.at_once else 1
         exit_code = self._control.exit_code
+        # The exit code tells which signal this process got. If it was stopped by other means, SIGTERM stops
+        # the others gently.
         number = next((number for number, (_, code) in SIGNALS.items() if code == exit_code), signal.SIGTERM)
         for _ in range(self._signals_sent, signals):
             for process in self._processes:
-                # Without a number, this process was stopped by other means. SIGTERM then stops the others
-                # gently.
                 process.send_signal(number)
         self._signals_sent = signals
 

@@ -61,11 +61,13 @@ class PromptCheck:
         self._directory = directory
         if not has_chats:
             return
+        # Chats can be checked only if the model's chat template alone determines their prompts.
         self.unknown = _why_unknown(engine, directory)
         if self.unknown is None:
             try:
                 self._chat = load_chat_template(directory)
             except CannotTokenizeError as failure:
+                # This is a fault and not unknown: `refuse_failing_chat` then refuses every chat.
                 self._chat_problem = str(failure)
 
     @cached_property

@@ -611,6 +611,7 @@ class Run:
         its own rows.
         """
         run_dir, rows_of_run = self.prepared.run_dir, self.work.rows_of_run
+        # If other running workers hold rows, this worker is not the last one.
         if end.rows_held or run_dir.store.uri:
             return replace(end, rows_total=rows_of_run)
         try:

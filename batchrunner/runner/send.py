@@ -247,11 +247,12 @@ class Sending:
         )
 
         # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)
-        self.reorderer = _reorderer(
-            job, info, len(concurrency.schedulers), dedupe=job.dedupe and not judges_by_row(functions)
-        )
+        # If `accept.python` gets the row, it may judge equal answers differently. So each row is sent.
+        dedupe = job.dedupe and not judges_by_row(functions)
+        self.reorderer = _reorderer(job, info, len(concurrency.schedulers), dedupe=dedupe)
         self._backlog = Backlog(routes, results, lambda: rows.unread + self.reorderer.held)
         self.rollouts: Rollouts | None = None
+        # `asked` is None without `prompt.rollout`.
         if answers.asked is not None and functions is not None:
             from batchrunner.dispatch.rollouts import Rollouts  # noqa: PLC0415 - only for such jobs
 

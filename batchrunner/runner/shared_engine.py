@@ -61,7 +61,8 @@ class SharedEngine:
         fixed = None if job.window == "auto" else job.window
         prompt_tokens = None if prompt_bytes is None else prompt_bytes / BYTES_PER_TOKEN
         info = self.info
-        # Without decoding, the limit follows from the number of rows that fill a forward pass.
+        # Without decoding, the limit follows from the number of rows that fill a forward pass. A batch
+        # file of embeddings has no `job.forward`, so `decodes` is needed as well.
         passes = None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens)
         concurrency = ConcurrencyLimits(
             info,
@@ -157,17 +158,19 @@ async def open_engine_of(
 def shape_of(job: Job, task: TaskName) -> str | None:
     """Return a digest of a job's prompt, sampling and engine. Jobs with the same digest share tuned flags.
 
-    Return None if the servers' flags must not change for this job.
+    Return None if flag tuning is off for this job.
     """
     engine = job.engine
     if not isinstance(engine, ServerEngine) or engine.adapt == "off":
         return None
     if "config" in engine.args:  # an SGLang config file may set unknown flags
         return None
+    # Flag tuning compares output tokens/s, which tasks without decoding lack. A fixed `window` also turns it
+    # off.
     if task != GENERATE or job.window != "auto":
         return None
-    alike = job.model_dump_json(include={"prompt", "sampling", "engine"})
-    return hashlib.sha256(alike.encode()).hexdigest()[:12]
+    compared_settings = job.model_dump_json(include={"prompt", "sampling", "engine"})
+    return hashlib.sha256(compared_settings.encode()).hexdigest()[:12]
 
 
 def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:

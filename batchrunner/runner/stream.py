@@ -549,7 +549,7 @@ class StreamCall:
             buffer = RowBuffer()
             await stack.enter_async_context(reading(self.data, buffer))
             rows = await asyncio.to_thread(self._read_first, buffer, scratch, stack)
-            if rows is not None:
+            if rows is not None:  # the program has at least one row
                 # The run has its own event loop, so finished rows are passed from one loop to the other.
                 handover = Handover(rows.plan)
                 work = functools.partial(send_stream, rows, handover, self.displays, scratch)
@@ -559,11 +559,13 @@ class StreamCall:
                 else:
                     loop = await _new_loop(stack)
                     sending = loop.start(work)
+                # The program may leave its loop early, which cancels the requests in flight.
                 stack.push_async_callback(sending.cancel_and_wait_async)
                 while finished_rows := await loop.start(handover.take).wait_async():
                     for row in finished_rows:
                         yield row
                 await sending.wait_async()
+            # The program gets the results of the rows before its iterator's exception, then the exception.
             if buffer.failure is not None:
                 raise buffer.failure
 

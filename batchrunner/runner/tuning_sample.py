@@ -84,19 +84,21 @@ def _affordable(prepared: PreparedJob) -> int:
 
 def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `blocks` blocks, which are spread evenly over the rows in the job's order."""
-    # Each block is a range of positions in the job's order. `positions` are the ascending positions of the
-    # sample's rows in `batches`, the rows that are read.
+    # Each block is a range of positions in the job's order.
     spread = spread_blocks(len(rows), blocks=blocks, size=BLOCK_ROWS)
     positions: Sequence[int] = [position for block in spread for position in block]
-    path = None
+    path = None  # it stays None in input order, and also if the rows could not be sorted
     if decide_order(prepared, rows).order == "prefix":
         path, _ = prepare_order(prepared, rows, directory, writer="tune", check_stop=lambda: None)
     if path is not None:
+        # All rows are read, and those at `positions` are taken.
         batches = SortedCopy(path).read(rows)
-    else:  # in input order, only rows of the blocks are read, so all of these rows are in the sample
+    else:
+        # Only the rows of the blocks are read, so every row that is read is in the sample.
         rows = BitMap64().union(*(rows[block.start : block.stop] for block in spread))
         positions = range(len(rows))
         batches = prepared.dataset.read(rows, prepared.renderer.columns)
+    # `begin` and `end` bound a batch's positions among the rows that are read.
     begin = 0
     for batch in batches:
         end = begin + batch.data.num_rows

@@ -100,12 +100,12 @@ class WorkFinder:
     def _find_alone(self, reuse: Reuse | None) -> Work:
         """Find the rows of a run with one worker. `reuse` provides answers of another run."""
         prepared, run_dir = self.prepared, self.prepared.run_dir
-        stored = DoneRows()
+        stored = DoneRows()  # with --fresh, no stored row counts
         if not self.start.fresh:
             recover(run_dir, self.lock, prepared.results_schema)
             stored = read_done(run_dir)
         plan = plan_run(self.start, RunState.of(prepared.selected(self.control.check), stored))
-        # The failed rows of earlier starts are sent again, so they are no longer done.
+        # With --retry-failed, the failed rows of earlier starts are sent again, so they are no longer done.
         done_before = stored.without_failed() if plan.discard == "failed rows" else stored
         discard, counts = plan.discard, RowCounts()
         if reuse is not None and plan.missing:

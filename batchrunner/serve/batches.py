@@ -207,7 +207,8 @@ class Batches:
             await self._answer_lines(batch, control)
         except InputError as failure:
             if batch["in_progress_at"]:
-                # The file was valid before, so the batch resumes after a pause.
+                # The file has passed validation, so the batch does not fail. `_run_to_end` resumes it after a
+                # pause.
                 raise
             path = self._state.path_of(FILES, batch["input_file_id"])
             errors = {"object": "list", "data": _errors_of(failure, path)}
@@ -216,9 +217,11 @@ class Batches:
         if control.reason == _SHUTDOWN:
             # The next start of the server resumes the batch.
             return
+        # A cancelled batch keeps the status `cancelling` until it gets its final one.
         if control.reason != CANCELLED:
             await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
         reason = control.reason if control.reason in EARLY_STATUS else None
+        # Writing the results takes much memory too, so it is done for one batch at a time.
         async with self._whole_file_of[_owner_of(batch)], self._whole_file:
             results = await self._publish(batch, reason)
         await self._finish(batch, EARLY_STATUS[reason] if reason else "completed", **results)

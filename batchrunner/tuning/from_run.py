@@ -88,7 +88,11 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
     """Return the runner's settings from a run.json. All counts are still zero."""
     job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
     prompt = facts["fingerprint"].get("prompt", {})
+    # The value is not a number if the limit comes from a column.
     most = sampling.get("max_new_tokens")
+    # Lines of a batch file, and the requests of rollouts, have sampling parameters of their own, with which
+    # speculation may not be exact.
+    speculates_exactly = is_exact(sampling) and sets_sampling(prompt)
     return ClientActivity(
         window=job.get("window", "auto"),
         connections=facts["engine"].get("connections"),
@@ -96,7 +100,7 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
         ignore_eos=sampling.get("ignore_eos") is True,
         order=job.get("order", "auto"),
         media=has_media(prompt),
-        speculates_exactly=is_exact(sampling) and sets_sampling(prompt),
+        speculates_exactly=speculates_exactly,
         simulated=bool(facts["engine"].get("simulated")),
         decodes=job.get("task", GENERATE) == GENERATE,
     )

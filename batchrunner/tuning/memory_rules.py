@@ -34,7 +34,11 @@ def memory_left(situation: Situation, flags: Flags) -> Finding | None:
 
 
 def pool_small(situation: Situation, _: Flags) -> Finding | None:
-    """Detect that the KV pool of a server on a CPU holds fewer requests than may run."""
+    """Detect that the KV pool of a server on a CPU holds fewer requests than may run.
+
+    Servers on a GPU never get here: `Rule.apply` skips them, because FLAGS offers the rule's flag,
+    `--max-total-tokens`, only on a CPU. The advised size of the pool comes from FLAGS too.
+    """
     pool_tokens = situation.server.value_of("max-total-tokens")
     most, running = situation.max_running, situation.server.running
     if pool_tokens is None or not most or running < 1:

@@ -74,6 +74,8 @@ def compare(
         return "faster", text
     if more_per_pass and gain > least_gain:
         return "faster", f"{text}, and more output tokens per pass"
+    # A mean gain below `least_gain` counts as noise, and ends the comparison. Only a challenger with more
+    # output per pass gets another trial.
     if high < 0 or (gain < least_gain and not more_per_pass):
         return "no faster", text
     turns = min(len(challenger), len(best))

@@ -137,7 +137,9 @@ def shared_prefixes(situation: Situation, flags: Flags) -> Finding | None:
     """Detect that prompts share prefixes, but come in an order with few prefix cache hits."""
     prefills = situation.log.prefills
     share = prefills.cached_share
-    if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
+    # Below this range, prompts share no prefixes. Above it, the order is good already.
+    is_to_improve = GUIDES.shared <= share <= GUIDES.cached_well
+    if prefills.prompts < FEW_PROMPTS or not is_to_improve:
         return None
     prompt_tokens = prefills.cached_tokens + prefills.new_tokens
     reading = f"{share:.0%} of {prompt_tokens:,} prompt tokens were in the cache"
@@ -150,10 +152,11 @@ def shared_prefixes(situation: Situation, flags: Flags) -> Finding | None:
         return Finding(reading, args={}, change="`order: auto`", evidence=evidence)
     policy = situation.facts.arguments.get("schedule_policy")
     queue, limit = situation.load.longest_queue, GUIDES.lpm_queue
-    if policy == "lpm" and queue > limit:
+    is_too_long_for_lpm = queue > limit
+    if policy == "lpm" and is_too_long_for_lpm:
         reading += f"; above {limit:.0f} waiting requests, lpm does not look for common prefixes"
     # The flag would not help if lpm is already on or unknown, or if the queue is too long for lpm.
-    if policy in {"lpm", None} or queue >= limit:
+    if policy in {"lpm", None} or is_too_long_for_lpm:
         change = "send requests that begin alike one after another, as batchrun does"
         return Finding(reading, args={}, change=change, evidence=evidence)
     args = next_setting("shared", "schedule-policy", situation.server, flags)

@@ -221,9 +221,14 @@ class BackgroundController(Controller):
         forward pass.
         """
         if self._yields and not self.users:
+            # A server that lets users go first preempts rows of this run for a user who comes, so no slot
+            # stays free. `ahead` rows wait for the slots of rows that end in the next pass.
             return slots + ahead
-        # Slots that stay free for users who come soon; see `spare` in the module's docstring.
-        wanted_spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
+        # Slots that stay free for as many users as came recently between two samples (`_rise`). On a server
+        # that does not let users go first, a user without a free slot would have to wait, so more stay free.
+        wanted_spare = self._rise
+        if not self._yields:
+            wanted_spare = max(1, LEAST_SPARE * slots, 2 * self._rise)
         self._spare = math.ceil(min(wanted_spare, MOST_SPARE * slots))
         return max(1, slots - self._spare)
 

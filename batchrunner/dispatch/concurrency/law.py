@@ -256,7 +256,8 @@ class Controller:
         """Update the averages with a load sample; return the seconds since the last sample."""
         # Requests on their way to the scheduler count as at work, because no gauge shows them.
         at_work = reading.in_flight - reading.queue
-        # The totals start at the first sample, so that the first differences are 0.
+        # The first sample has nothing to be compared with. It is compared with itself, so `gap_s` and all
+        # differences are 0.
         if self._fresh_at is None:
             self._fresh_at = now
             self._at_work, self._ended, self._retractions = at_work, reading.ended, reading.retractions
@@ -267,7 +268,8 @@ class Controller:
         self._ended = reading.ended
         self._period_s = (self._period_s + gap_s) / 2 if self._period_s else gap_s
         self._at_work += _weight(gap_s, HALF_LIFE_S) * (at_work - self._at_work)
-        # This number falls at once with the requests in flight, and rises only slowly.
+        # This number falls at once with the requests in flight, and rises only slowly: late gauges lack the
+        # requests of the last seconds, so these do not count yet (u in the module's docstring).
         rise = _weight(gap_s, HALF_LIFE_S) * (reading.in_flight - self._least_in_flight)
         self._least_in_flight = min(reading.in_flight, self._least_in_flight + rise)
         self._learn_means(now, gap_s, reading)

@@ -397,6 +397,7 @@ class HttpEngine(Engine):
         loads: list[SchedulerLoad] = []
         polls = await asyncio.gather(*(self._loads_of(endpoint.url) for endpoint in serving))
         for endpoint, server_loads in zip(serving, polls, strict=True):
+            # None means no answer. An empty list means an answer without loads, which adds nothing.
             if server_loads is None:
                 endpoint.doubt()
             elif server_loads:
@@ -515,12 +516,14 @@ class HttpEngine(Engine):
         """Return the model name to send with a row of a batch file; None if the row has no model name.
 
         SGLang's `/v1/responses` refuses a name that it does not serve, whereas its other endpoints accept any
-        name. It accepts the name of a LoRA adapter, but ignores the adapter (0.5.23). Raises RowRefusedError
-        for such a name, because the base model would answer.
+        name. So the served name is sent to it, if that is known. It accepts the name of a LoRA adapter, but
+        ignores the adapter (0.5.23). Raises RowRefusedError for such a name, because the base model would
+        answer.
         """
         name = await self._name_with_adapter(endpoint, body.model)
         if body.path != RESPONSES_PATH or name is None:
             return name
+        # SGLang reads a name with a colon as `model:adapter`, but a model's own name may have a colon too.
         if ":" in name and name not in self._model_names:
             raise RowRefusedError(
                 f"model {body.model!r}: {RESPONSES_PATH} of SGLang ignores LoRA adapters; use {CHAT_PATH}"

@@ -391,9 +391,13 @@ class ThroughGateway(HttpEngine):
         limits: LimitsSpec,
         task: TaskName = GENERATE,
     ) -> None:
-        """`why` is the reason why rows go through the gateway that `spec` describes."""
+        """`why` is the reason, for a note, why rows go through the gateway instead of to the workers.
+
+        `spec` describes the gateway.
+        """
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._headers |= spec.headers
+        # Answers are watched for repetition through events every few tokens, which need `stream_interval`.
         self._why_unwatched = DROPS_INTERVAL
         self.url = spec.url
         self._why = why
@@ -518,6 +522,7 @@ class ThroughGateway(HttpEngine):
             with contextlib.suppress(_KeysIgnoredError):
                 keys = await self._find_keys(self._in_use)
         self._has_keys = bool(keys)
+        # A single worker proves nothing: every key leads to it, whatever the gateway's policy is.
         self._keys_are_proven = len(keys) > 1
         for url, key in keys.items():
             self._worker_states.state_of(url).key = key
@@ -841,7 +846,8 @@ class ThroughGateway(HttpEngine):
     def _update_routes(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers in use now; search for routing keys if workers or keys have changed."""
         in_use_before, self._in_use = self._in_use, urls_in_use(workers)
-        # After a start of the gateway every worker would count as new, so none is logged.
+        # After the gateway was away, no worker counts as used (`_record_return`). All would be logged as new,
+        # so none is.
         if in_use_before:
             for url in sorted(self._in_use - in_use_before):
                 log.info("%s gets rows from now on, because the gateway uses it", url)
@@ -857,6 +863,8 @@ class ThroughGateway(HttpEngine):
         if self._key_search is not None and not self._key_search.done():
             # The search goes on until it has seen the present workers.
             return
+        # A worker lacks a key if the last search found none, for example because the worker was down.
+        # Keys are also searched again if one has led to a wrong worker (`_record_misrouting`).
         lack_keys = any(self._worker_states.state_of(url).key is None for url in self._in_use)
         if is_changed or lack_keys or self._record_misrouting(time.monotonic()):
             self._key_search = asyncio.create_task(self._renew_keys())

@@ -465,7 +465,8 @@ class GatewayQuestions:
             loads = _read_loads.decode(body).loads
         except msgspec.MsgspecError:
             return []
-        # `/loads` has an entry for each scheduler. Those of one worker are grouped.
+        # `/loads` has an entry for each scheduler. Those of one worker are grouped. Entries that name no
+        # worker (`url` is empty) are left out.
         loads_of = defaultdict[tuple[str, str], list[WorkerLoad]](list)
         for load in loads:
             loads_of[load.worker, load.worker_type].append(load)

@@ -520,16 +520,17 @@ def _exceeds_budget(thinking_tokens: int, budget: int) -> bool:
 
 
 def _split_reasoning(output: Output) -> Output:
-    """Split a text into reasoning and answer; without an end tag, reasoning extends to the end of the text.
+    """Split a text into reasoning and answer.
 
-    Reasoning and answer are stripped, as in SGLang's reasoning parsers. A text without reasoning stays
-    unchanged.
+    If a text begins with the begin tag and has no end tag, all of it is reasoning. Reasoning and answer
+    are stripped, as in SGLang's reasoning parsers. A text without reasoning stays unchanged.
     """
     text = output.text
     if text.lstrip().startswith(THINK_BEGIN):
         reasoning, _, text_after = text.lstrip().removeprefix(THINK_BEGIN).partition(THINK_END)
     elif THINK_END in text and THINK_BEGIN not in text and (end_tag := _END_ON_A_LINE.search(text)):
-        # The chat template has put the begin tag into the prompt.
+        # The chat template has put the begin tag into the prompt. The end tag must be on a line of its own,
+        # because an answer may mention the tag.
         reasoning, text_after = text[: end_tag.start()], text[end_tag.end() :]
     else:
         return output

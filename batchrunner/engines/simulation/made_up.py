@@ -192,13 +192,16 @@ class _RegexWriter:
 
 
 def _is_in(character: str, choices: Sequence[tuple[Any, Any]]) -> bool:
-    """Tell whether a character is in a character class; a negation of the class is ignored."""
+    """Tell whether a character is in a character class; a negation of the class is ignored.
+
+    The caller negates the result for a negated class, such as `[^a]` (NOT_LITERAL) or a dot (ANY).
+    """
     for kind, value in choices:
         match kind:
             case kinds.LITERAL | kinds.NOT_LITERAL:
                 is_match = ord(character) == value
             case kinds.ANY:
-                # A dot matches all characters but the line end. So it is the class of the line end, negated.
+                # A dot counts as `[^\n]`. So the class before the negation has only the line end.
                 is_match = character == "\n"
             case kinds.RANGE:
                 is_match = value[0] <= ord(character) <= value[1]

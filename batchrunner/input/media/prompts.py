@@ -66,10 +66,12 @@ class FileColumn:
         """
         folder = self._spec.folder
         if folder is None:
+            # By default, relative paths begin in the folder of the input file that has the row.
             folder = self._source.directory_of(row)
         rules = self._rules_in(folder)
         label = f"column {self.name!r}"
         if not self.holds_lists or value is None:
+            # `_file` refuses a null in place of a list, as it refuses a null in place of a file.
             return [self._file(value, label, self._pages(pages), rules)]
         return [
             # Items of a list are images, audio or videos, which have no pages.
@@ -290,7 +292,11 @@ class MediaPrompts:
         leading: list[PromptFile],
         placed: list[PromptFile],
     ) -> list[dict[str, Any]]:
-        """Put files in place of their marks, and `leading` at the start of the last user message."""
+        """Put files in place of their marks, and `leading` at the start of the last user message.
+
+        A mark has the index of its file in `files`. The files are appended to `placed`, in their order in the
+        prompt. A message without files stays unchanged.
+        """
         user_messages = [index for index, message in enumerate(messages) if message["role"] == _USER]
         # Without a user message, the files go into the first message.
         target = user_messages[-1] if user_messages else 0

@@ -367,9 +367,11 @@ class LogReader:
         pool = self.facts.states or StatePool(0, slots_per_request(self.facts.arguments))
         if isinstance(record, RunningCapped):
             self._memory_caps_running = True
+            # The record has no slots if the KV pool is the cause.
             if record.slots and record.per_request:
                 self.facts.states = pool._replace(slots=record.slots, per_request=record.per_request)
             return
+        # The allocation of this pool, which was a phase of its own, has ended.
         self._phase = "general"
         if record.slots is not None:
             self.facts.states = pool._replace(slots=record.slots, gb=record.gb)

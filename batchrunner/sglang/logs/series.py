@@ -142,6 +142,7 @@ class Track:
         drain_begin = len(samples)
         while drain_begin and not samples[drain_begin - 1].queue and samples[drain_begin - 1].unsent is None:
             drain_begin -= 1
+        # If no requests waited before these samples, their empty queue does not show that the rows ran out.
         had_queue_before = drain_begin > 0 and samples[drain_begin - 1].queue > 0
         if had_queue_before:
             for index in range(drain_begin, len(samples)):
