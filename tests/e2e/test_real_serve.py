@@ -46,7 +46,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 MESSAGES = [{"role": "user", "content": "How was it?"}]
-CHATS = 2000
+CHATS = 10_000
 """Number of requests of a batch that takes minutes on any machine, although each request soon ends."""
 CHAT_BODY = {"messages": MESSAGES, "max_tokens": 60, "ignore_eos": True}
 
@@ -274,7 +274,7 @@ async def test_the_page(server: Server, tmp_path: Path) -> None:
     async with page_of(server, tmp_path / "profile") as page:
         await page.wait_for(SHOWN)
         figures = 'document.querySelector("#running .figures")?.innerText'
-        await page.wait_for(f"/^[1-9]\\d* of 2,000 requests.* left.* tokens.* tokens.s/.test({figures})")
+        await page.wait_for(f"/^[1-9]\\d* of {CHATS:,} requests.* left.* tokens.* tokens.s/.test({figures})")
         address = server.url + "/activity"
 
         def is_loaded() -> bool:
