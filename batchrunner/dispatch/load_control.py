@@ -76,7 +76,7 @@ class LoadControl:
         if in_flight and _account_of(run) not in in_flight:
             _account_of(run).begin_beside(in_flight)
         bisect.insort(self._runs, run, key=lambda run: run.rank)
-        # The limits have not changed, but more runs share them.
+        # No limit has changed, but the slots are divided among more runs now.
         self._apply(())
 
     def leave(self, run: SendingRun) -> None:

@@ -407,7 +407,7 @@ def _closest(word: str, words: Collection[str]) -> str | None:
     """Return the word in `words` that the user probably meant by `word`; None if none is similar."""
     similar = get_close_matches(word, words, n=1)
     if not similar:
-        # The word may begin or end a name, as `seed` ends `sampling_seed`.
+        # The user may have left out a part of the name, such as `seed` for `sampling_seed`.
         similar = [name for name in words if name.startswith(f"{word}_") or name.endswith(f"_{word}")]
     return similar[0] if similar else None
 

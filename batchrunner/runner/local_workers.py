@@ -158,7 +158,7 @@ class LocalWorkers:
 
     def _pass_on_signals(self) -> None:
         """Tell the processes to stop gently or at once, as this process was told."""
-        # One signal asks for a gentle stop, two for a stop at once (see `_signals_sent`).
+        # A process that gets one signal stops gently, and one that gets two stops at once.
         signals = 2 if self._control.at_once else 1
         exit_code = self._control.exit_code
         # The exit code tells which signal this process got. If it was stopped by other means, SIGTERM stops

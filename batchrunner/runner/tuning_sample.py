@@ -87,7 +87,7 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
     # Each block is a range of positions in the job's order.
     spread = spread_blocks(len(rows), blocks=blocks, size=BLOCK_ROWS)
     positions: Sequence[int] = [position for block in spread for position in block]
-    path = None  # it stays None in input order, and also if the rows could not be sorted
+    path = None  # Path of the sorted copy; None in input order, or if the rows could not be sorted.
     if decide_order(prepared, rows).order == "prefix":
         path, _ = prepare_order(prepared, rows, directory, writer="tune", check_stop=lambda: None)
     if path is not None:

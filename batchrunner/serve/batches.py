@@ -128,7 +128,8 @@ class Batches:
         owner waits. Thus the owners get `_whole_file` in turn, however many batches they have."""
         self.lost: EngineLostError | None = None
         """The error with which an engine that the server started was lost; None while it works."""
-        # The records on the disk have the counts of requests at the last change of the status.
+        # A record is written only when the status changes, so its counts of requests are old. The event log
+        # of the run has newer ones.
         for batch in state.unfinished_batches():
             sample = last_sample(RunDir(state.path_of(BATCHES, batch["id"])).events)
             if sample is not None:

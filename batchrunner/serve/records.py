@@ -79,10 +79,11 @@ class Records:
         }
 
     def _beyond(self, name: str, names: list[str], kind: str, owner: Owner, *, newer: bool) -> list[str]:
-        """Return those of `names`, IDs by age, that are newer than `name`, or else those that are older.
+        """Return the IDs in `names` that are newer than `name`, or the older ones if `newer` is false.
 
-        `name` may be a file that was deleted after a client had read its page. Raises ApiError if the owner
-        has no such file or batch, and had none lately.
+        `names` is sorted from old to new. `name` may be a file that was deleted after the client read the
+        page that lists it. Raises ApiError if the owner has no such file or batch, and did not recently
+        delete such a file.
         """
         if name in names:
             index = names.index(name)

@@ -39,7 +39,7 @@ _SERVER_NAMES = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*
 directory is touched."""
 FINAL_STATUSES = {"completed", "failed", "expired", "cancelled"}
 MOST_DELETED = 10_000
-"""Number of deleted files after which a list can still go on."""
+"""Maximum number of deleted files to remember, so that a client can ask for the page after one of them."""
 
 
 def now() -> int:

@@ -524,8 +524,8 @@ def state_args(
         size_flag = "max-mamba-cache-size"
         return {size_flag: int(on_command_line(server.facts, size_flag, slots)), **args}
     # The state pool's share of the memory of both pools grows with the number and the size of its slots.
-    # SGLang allocates one slot more than it uses. Half a slot more is counted, so that rounding leaves at
-    # least `slots`.
+    # SGLang allocates one slot more than it uses. Half a slot is added to that, so that at least `slots` are
+    # left after SGLang has rounded down.
     present_share = server.facts.state_share or 0.0
     new_share = min(MOST_STATE_SHARE, (slots + 1.5) * slot_scale * present_share / (pool.slots + 1))
     # The flag is the memory of the state pool, divided by that of the KV pool.
@@ -656,10 +656,11 @@ def _other_backends(server: Server) -> list[str]:
 
 
 def _prefill_interval(server: Server) -> list[int]:
-    """Return the best number of decode steps between two prefill passes; empty if the flag is set already.
+    """Return the best number of decode steps between two prefill passes, as a list of one value.
 
-    A prefill pass is assumed to take as long as a decode step. With more steps between passes, there are
-    fewer passes, but a finished request leaves its slot empty for longer (half of the interval on average).
+    The list is empty if the flag is set already. A prefill pass is assumed to take as long as a decode step.
+    With more steps between passes, there are fewer passes, but a finished request leaves its slot empty for
+    longer (half of the interval on average).
     The best number makes both costs equal.
     """
     if server.value_of("prefill-decode-interval"):

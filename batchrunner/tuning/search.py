@@ -369,8 +369,8 @@ class Search:
         only_schedules = _only_schedules(change.args)
         if only_schedules and same_work(newest.signs, best.signs):
             return False, "no faster: passes and batches are the same as with the best"
-        # A small step gains less than the noise. So `compare` accepts it with an apparent loss of up to
-        # LEAST_GAIN, if the challenger generates more tokens per pass.
+        # The gain of a small step is less than the noise of a measurement. So if the challenger generates
+        # more tokens per pass, `compare` accepts it even if it seems slower by up to LEAST_GAIN.
         least_gain = -LEAST_GAIN if tuned_flag.small_steps else LEAST_GAIN
         verdict, text = compare(
             challenger.speeds,

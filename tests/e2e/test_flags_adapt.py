@@ -18,7 +18,7 @@ from batchrunner.runner.control import Control
 from batchrunner.runner.run import execute
 from batchrunner.runner.shared_engine import open_engine_of
 from batchrunner.tuning.signals import GUIDES
-from tests.conftest import events_of, eventually, job_of, report_of, run_job
+from tests.conftest import events_of, eventually, job_of, log_of, report_of, run_job
 from tests.support.launchable import with_slots
 from tests.support.runs import rows_once
 
@@ -145,7 +145,7 @@ async def test_a_run_after_one_that_was_stopped(tmp_path: Path) -> None:
     one = slotted(tmp_path, 10 * ROWS, environ={"AT_START": at_start, "GO": str(go)})
     two = {**one, "output": {"path": str(tmp_path / "two")}, "input": {**one["input"], "limit": 40}}
     first, control = load_job(one), Control()
-    second = load_job({**two, "limits": {"engine_wait": 0.5}})
+    second = load_job({**two, "limits": {"engine_wait": 0.05}})
     async with contextlib.AsyncExitStack() as stack:
         engine = await open_engine_of(
             first, GENERATE, log_directory=tmp_path / "logs", control=Control(), stack=stack
@@ -155,7 +155,8 @@ async def test_a_run_after_one_that_was_stopped(tmp_path: Path) -> None:
         control.drain("the test stops it")
         assert (await running).exit_code == 1
         running = asyncio.create_task(execute(second, engine=engine))
-        await asyncio.sleep(2)  # four times as long as an engine may be away
+        # It goes on while the engine is away for longer than the limit.
+        await asyncio.to_thread(eventually, lambda: running.done() or len(log_of(two, "sample")) > 20)
         go.touch()
         report = await running
     assert (report.exit_code, report.rows_ok) == (0, 40)

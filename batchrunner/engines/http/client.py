@@ -181,7 +181,7 @@ class HttpEngine(Engine):
         self._add_endpoints(descriptions, urls)
         model_infos = [description.model_info for description in descriptions]
         server_infos = [description.server_info for description in descriptions]
-        # The run's model is what all replicas report in common.
+        # Replicas may report different details of their model. The run keeps those that are the same on all.
         run_model = common_model([*map(model_in, model_infos, server_infos)])
         loads = await self._first_loads(descriptions)
         info = describe(model_infos=model_infos, server_infos=server_infos, loads=loads)

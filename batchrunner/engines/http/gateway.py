@@ -328,7 +328,7 @@ class WorkerStates:
         It may if it is new, or if another server may have taken its address.
         """
         state = self.state_of(url, unlisted_at=time.monotonic())
-        # The list of workers shows the model of a worker only if it was requested after the worker appeared.
+        # Only a list that was requested after the worker's first answer is sure to show the worker's model.
         is_new = state.unlisted_at >= self.listed_at
         return is_new or state.watch.in_doubt
 
@@ -372,7 +372,7 @@ class GatewaySender(PostSender):
 
 
 class _KeysIgnoredError(Exception):
-    """A gateway does not send all requests with the same routing key to one worker."""
+    """The gateway ignores routing keys: two requests with the same key went to different workers."""
 
 
 class ThroughGateway(HttpEngine):
@@ -569,7 +569,7 @@ class ThroughGateway(HttpEngine):
     async def _describe_workers(
         self, workers: Sequence[GatewayWorker], *, by_labels: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the workers' `/model_info` and `/server_info`.
+        """Return one reply to `/model_info` and one to `/server_info`, which stand for all workers.
 
         If all workers speak HTTP, the gateway asks one of them for both, unless `by_labels` is true. Other
         workers are described only by their labels in the gateway's list, which have some of the fields.
@@ -810,9 +810,9 @@ class ThroughGateway(HttpEngine):
     def _in_flight_at(self, worker: GatewayWorker) -> int:
         """Return the number of requests at a worker, of this run and of others.
 
-        A bundle of this run counts as many requests as it has rows. If the gateway does not report its number
-        of requests at the worker, the requests of others are unknown: they are left out if the worker is a
-        route, and else the last load report counts.
+        Each row of a bundle counts as one request. If the gateway does not report how many requests it has at
+        the worker, the requests of others are unknown. They are then left out if the worker is a route;
+        otherwise, the number is that of the worker's last load report.
         """
         endpoint = self.endpoints.get(worker.url)
         if self._has_keys and endpoint is not None:
@@ -846,8 +846,8 @@ class ThroughGateway(HttpEngine):
     def _update_routes(self, workers: Sequence[GatewayWorker]) -> None:
         """Send rows to the workers in use now; search for routing keys if workers or keys have changed."""
         in_use_before, self._in_use = self._in_use, urls_in_use(workers)
-        # After the gateway was away, no worker counts as used (`_record_return`). All would be logged as new,
-        # so none is.
+        # `in_use_before` is empty after the gateway was away (`_record_return`). Its workers are not new, so
+        # none is logged.
         if in_use_before:
             for url in sorted(self._in_use - in_use_before):
                 log.info("%s gets rows from now on, because the gateway uses it", url)
@@ -861,7 +861,7 @@ class ThroughGateway(HttpEngine):
             for endpoint in self.serving:
                 endpoint.set_listed(is_listed=endpoint.url in self._in_use)
         if self._key_search is not None and not self._key_search.done():
-            # The search goes on until it has seen the present workers.
+            # If the workers have changed, the running search repeats itself for the new ones (`_renew_keys`).
             return
         # A worker lacks a key if the last search found none, for example because the worker was down.
         # Keys are also searched again if one has led to a wrong worker (`_record_misrouting`).
@@ -946,7 +946,8 @@ class ThroughGateway(HttpEngine):
     def _share_one_route(self) -> None:
         """Send all rows without routing keys from now on, because the gateway does not route by keys.
 
-        There was only one worker at a time until now. The route of the last one becomes that of all workers.
+        Until now, at most one worker at a time had a key. The newest worker's route becomes the shared route
+        of all workers.
         """
         endpoint = self.serving[-1]
         log.warning(
@@ -981,7 +982,7 @@ class ThroughGateway(HttpEngine):
                 unanswered += 1
             elif url in urls and url not in keys:
                 keys[url] = key
-                # Most gateways that ignore keys are noticed here, before further keys are tried.
+                # A gateway that ignores keys usually fails this check, so no further keys are tried.
                 if not await self._is_confirmed(key, url):
                     return {}
         # If every request was answered, a gateway that routes by keys would have reached all workers.
@@ -1008,7 +1009,8 @@ class ThroughGateway(HttpEngine):
     async def _passes_on_unread(self) -> bool:
         """Tell whether a worker gets requests as they are, which depends on the gateway's policy.
 
-        A gateway that reads requests refuses a negative seed itself.
+        To find out, send a request with a negative seed. A gateway that reads requests refuses it itself, so
+        no worker answers; otherwise, a worker does.
         """
         return await self._worker_of("any", sampling_seed=-1) is not None
 

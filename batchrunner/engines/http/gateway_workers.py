@@ -375,7 +375,7 @@ class WorkerWatch:
     def record_failure(self) -> bool:
         """Record that a request failed on its way to the worker; return whether the worker was up until then.
 
-        It was if it has reported its load at least once, and is not in doubt since an earlier failure.
+        It counts as up if it has reported its load at least once and was not already in doubt.
         """
         if self._weights_gb is None:
             return False

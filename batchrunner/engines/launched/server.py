@@ -442,7 +442,7 @@ class SGLangServer:
             raise EngineDownError(f"{self.name} is not up, because a run is stopping")
 
     def report_hang(self, hang: Hang) -> None:
-        """Report that the server hangs, so that `watch` ends and restarts it."""
+        """Report that the server hangs; `watch` then stops and restarts it."""
         if self._hang is not None and not self._hang.done():
             self._hang.set_result(hang)
 
