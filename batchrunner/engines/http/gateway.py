@@ -1009,16 +1009,24 @@ class ThroughGateway(HttpEngine):
     async def _passes_on_unread(self) -> bool:
         """Tell whether a worker gets requests as they are, which depends on the gateway's policy.
 
-        To find out, send a request with a negative seed. A gateway that reads requests refuses it itself, so
-        no worker answers; otherwise, a worker does.
+        To find out, send a request with a negative seed. A gateway that reads requests refuses it itself. If
+        the gateway or a worker is down, the gateway counts as one that passes requests on.
         """
-        return await self._worker_of("any", sampling_seed=-1) is not None
+        answer = await self._probe("any", sampling_seed=-1)
+        if answer is None or answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return True
+        return ROUTED_TO in answer.headers
 
-    async def _worker_of(self, key: str, **sampling: int) -> str | None:
-        """Return the URL of the worker to which a key leads; None if no worker answers.
+    async def _worker_of(self, key: str) -> str | None:
+        """Return the URL of the worker to which a key leads; None if no worker answers."""
+        answer = await self._probe(key)
+        return None if answer is None else answer.headers.get(ROUTED_TO)
 
-        The request has an invalid temperature, so the worker refuses it at once. `sampling` are further
-        sampling parameters.
+    async def _probe(self, key: str, **sampling: int) -> PostedAnswer | None:
+        """Send a request that a worker refuses at once; return the answer, or None if there is none.
+
+        The request has an invalid temperature, and the sampling parameters in `sampling`. Only status and
+        headers of the answer can be read.
         """
         assert self._question_session is not None
         parameters = {"temperature": -1, **sampling}
@@ -1031,7 +1039,7 @@ class ThroughGateway(HttpEngine):
         except (EngineDownError, *NOT_REACHED):
             return None
         answer.release()
-        return answer.headers.get(ROUTED_TO)
+        return answer
 
     async def close(self) -> None:
         """End a search for routing keys, and close all connections."""

@@ -245,6 +245,15 @@ async def test_a_worker_that_is_down_does_not_decide_the_way() -> None:
             assert await reason_to_go_through(spec, {}) is None
 
 
+async def test_a_worker_that_is_down_as_the_run_starts() -> None:
+    """The gateway's refusal for it does not count as the refusal of a gateway that reads requests."""
+    gateway = FakeGateway()
+    gateway.down = gateway.workers[sum(b"any") % 2]["url"]
+    async with opened(gateway) as engine:
+        info = await engine.open()
+    assert (info.unsupported_elsewhere, info.chat_limits) == ({}, {})
+
+
 async def test_one_route_where_no_key_is_kept() -> None:
     """A gateway that takes its workers in turn is one route with a scheduler for each worker."""
     gateway = FakeGateway(keeps=False)
